@@ -1,0 +1,103 @@
+"""Every setting of a Tandem model, read from `config.pbtxt` parameters and validated in one place."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+# Keys that Triton or its Python backend reads from the same `parameters` block; they are not ours to judge.
+TRITON_KEYS = frozenset({"EXECUTION_ENV_PATH", "FORCE_CPU_ONLY_INPUT_TENSORS"})
+
+
+def _choice(default: str, *others: str, help: str) -> Any:
+    return field(default=default, metadata={"choices": (default, *others), "help": help})
+
+
+def _number(default: float | None, low: float, high: float, *, help: str) -> Any:
+    """A number in [low, high]; a default of None is written `auto` and worked out when the model loads."""
+    kind = float if isinstance(default, float) else int
+    return field(default=default, metadata={"kind": kind, "low": low, "high": high, "help": help})
+
+
+def _text(default: str, *, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The settings of one model. Field metadata holds what is allowed, so that checks and docs have one source."""
+
+    model: str = _text("smollm2", help="`smollm2` (built in), a Hugging Face folder, a hub id, or a GGUF file")
+    device: str = _choice("auto", "cpu", help="where the workers compute")
+    dtype: str = _choice("auto", "float32", help="type of activations and KV cache")
+    weights: str = _choice("auto", "fp32", "fp16", help="format the linear layers keep their weights in; `auto` is fp16")
+    overlap: str = _choice("auto", "on", "off", help="whether the loop prepares a step while the one before it runs")
+    tensor_parallel: int = _number(1, 1, 1, help="workers that share one copy of the weights")
+    data_parallel: int = _number(1, 1, 1, help="copies of the weights")
+    max_running: int = _number(32, 1, 4096, help="sequences computed at the same time, per copy of the weights")
+    max_model_len: int | None = _number(None, 2, 1 << 24, help="prompt and output tokens of a sequence; `auto` is the checkpoint's context")
+    kv_tokens: int | None = _number(None, 2, 1 << 31, help="tokens the KV cache holds; `auto` is what memory_fraction allows")
+    memory_fraction: float = _number(0.5, 0.01, 0.95, help="share of the memory left after loading that the KV cache may take")
+    prefill_chunk: int = _number(256, 1, 1 << 20, help="prompt tokens computed in one step")
+    queue_size: int = _number(256, 1, 1 << 16, help="requests that may wait; one more is refused with UNAVAILABLE")
+    default_max_tokens: int = _number(2048, 1, 1 << 24, help="output tokens when the request does not say, capped by the context")
+    stream_interval: int = _number(1, 1, 1 << 20, help="tokens per streamed response at least")
+    threads: int | None = _number(None, 1, 1024, help="compute threads of a CPU worker; `auto` is the cores it may use")
+
+    @classmethod
+    def from_parameters(cls, parameters: Mapping[str, str]) -> Settings:
+        """Read `{key: string value}` as `config.pbtxt` gives it.
+
+        Raises:
+            ValueError: names the key, its value and what is allowed.
+        """
+        specs = {spec.name: spec for spec in fields(cls)}
+        values = {}
+        for key, text in parameters.items():
+            if key in TRITON_KEYS:
+                continue
+            if key not in specs:
+                raise ValueError(_unknown_key(key, list(specs)))
+            values[key] = _parse(specs[key], text.strip())
+        return cls(**values)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def _unknown_key(key: str, allowed: list[str]) -> str:
+    close = difflib.get_close_matches(key, allowed, n=1)
+    hint = f" (did you mean '{close[0]}'?)" if close else ""
+    return f"unknown parameter '{key}'{hint}; allowed are {', '.join(allowed)}"
+
+
+def _parse(spec: Any, text: str) -> Any:
+    """One setting's value from its text. Raises ValueError naming the setting, the value and what is allowed."""
+    meta = spec.metadata
+    if "choices" in meta:
+        if text not in meta["choices"]:
+            raise ValueError(f"parameter '{spec.name}' is '{text}'; allowed are {', '.join(meta['choices'])}")
+        return text
+    if "kind" in meta:
+        return _parse_number(spec, text)
+    if not text:
+        raise ValueError(f"parameter '{spec.name}' is empty")
+    return text
+
+
+def _parse_number(spec: Any, text: str) -> float | None:
+    meta = spec.metadata
+    if spec.default is None and text == "auto":
+        return None
+    auto = " or 'auto'" if spec.default is None else ""
+    noun = "a whole number" if meta["kind"] is int else "a number"
+    allowed = f"{noun} from {meta['low']} to {meta['high']}{auto}"
+    try:
+        value = meta["kind"](text)
+    except ValueError:
+        raise ValueError(f"parameter '{spec.name}' is '{text}'; allowed is {allowed}") from None
+    if not meta["low"] <= value <= meta["high"]:
+        raise ValueError(f"parameter '{spec.name}' is {text}; allowed is {allowed}")
+    return value

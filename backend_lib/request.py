@@ -1,0 +1,79 @@
+"""The nouns of a request. Everything that crosses from the client's words to the worker's is named here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+
+class FinishReason(IntEnum):
+    """Why a sequence ended. The number is what the arena stores; `text` is what the client reads."""
+
+    NONE = 0
+    EOS = 1
+    STOP_TOKEN = 2
+    STOP_STRING = 3
+    LENGTH = 4
+    CANCELLED = 5
+    DEADLINE = 6
+    ERROR = 7
+
+    @property
+    def text(self) -> str:
+        """The words vLLM uses, so that a client of vllm_backend reads what it expects."""
+        return _FINISH_TEXT[self]
+
+
+_FINISH_TEXT = {
+    FinishReason.NONE: "None",
+    FinishReason.EOS: "stop",
+    FinishReason.STOP_TOKEN: "stop",
+    FinishReason.STOP_STRING: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.CANCELLED: "abort",
+    FinishReason.DEADLINE: "abort",
+    FinishReason.ERROR: "error",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How the next token is chosen and when the sequence ends.
+
+    `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 keep the whole vocabulary. `max_tokens` None means the
+    server's default. `seed` None means that the router draws one.
+    """
+
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None
+    ignore_eos: bool = False
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputOptions:
+    """What the client wants to see, and how finely. `echo_prompt` puts the prompt before the generated text."""
+
+    stream: bool = False
+    echo_prompt: bool = False
+    finish_reason: bool = False
+    num_input_tokens: bool = False
+    num_output_tokens: bool = False
+    stream_interval: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationRequest:
+    """One client request, parsed and validated. `timeout_us` 0 means no deadline."""
+
+    request_id: str
+    text: str
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    output: OutputOptions = field(default_factory=OutputOptions)
+    priority: int = 0
+    timeout_us: int = 0
