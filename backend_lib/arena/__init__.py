@@ -1,0 +1,29 @@
+"""What crosses the process boundary between the router and its workers, and nothing else."""
+
+from backend_lib.arena.arena import Arena, ArenaMismatch
+from backend_lib.arena.dirty import DirtyList, SlotRef
+from backend_lib.arena.extents import ExtentAllocator
+from backend_lib.arena.layout import ArenaSpec
+from backend_lib.arena.ring import Command, CommandKind, CommandRing, RingFull
+from backend_lib.arena.slots import Published, SlotTable
+from backend_lib.arena.status import Load, StatusBlock, WorkerState
+from backend_lib.arena.wakeup import Doorbell
+
+__all__ = [
+    "Arena",
+    "ArenaMismatch",
+    "ArenaSpec",
+    "Command",
+    "CommandKind",
+    "CommandRing",
+    "DirtyList",
+    "Doorbell",
+    "ExtentAllocator",
+    "Load",
+    "Published",
+    "RingFull",
+    "SlotRef",
+    "SlotTable",
+    "StatusBlock",
+    "WorkerState",
+]

@@ -1,0 +1,88 @@
+"""What a worker says of itself. The worker writes, anybody reads, nobody asks."""
+
+from __future__ import annotations
+
+import mmap
+import time
+from enum import IntEnum
+from typing import NamedTuple
+
+from backend_lib.arena.layout import ERROR_BYTES, STATUS_BYTES, ArenaSpec
+
+
+class WorkerState(IntEnum):
+    STARTING = 0
+    LOADING = 1
+    READY = 2
+    FAILED = 3
+
+
+class Load(NamedTuple):
+    """Gauges of a running worker. `kv_used` includes what in-flight steps still hold."""
+
+    step: int
+    running: int
+    waiting: int
+    paused: int
+    kv_used: int
+    cached: int
+
+
+_STATE, _TIME, _KV_TOKENS, _ERROR_LEN = range(4)
+_LOAD = 4  # first of the gauges' words
+_ERROR_AT = STATUS_BYTES - ERROR_BYTES
+
+
+class StatusBlock:
+    def __init__(self, memory: mmap.mmap, words: memoryview, spec: ArenaSpec, group: int, rank: int) -> None:
+        base = spec.group_offset(group) + spec.group.status + rank * STATUS_BYTES
+        self._memory = memory
+        self._words = words[base // 8 : (base + STATUS_BYTES) // 8]
+        self._error_at = base + _ERROR_AT
+
+    @property
+    def state(self) -> WorkerState:
+        return WorkerState(self._words[_STATE])
+
+    @property
+    def heartbeat_ns(self) -> int:
+        """`time.monotonic_ns()` when the worker last wrote its load."""
+        return self._words[_TIME]
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens the KV cache holds; known once the state is READY."""
+        return self._words[_KV_TOKENS]
+
+    @property
+    def load(self) -> Load:
+        return Load(*self._words[_LOAD : _LOAD + len(Load._fields)])
+
+    @property
+    def error(self) -> str:
+        length = self._words[_ERROR_LEN]
+        return self._memory[self._error_at : self._error_at + length].decode(errors="replace")
+
+    def reset(self) -> None:
+        """Back to STARTING for a new worker. The router calls this while no worker is attached."""
+        for word in range(_LOAD + len(Load._fields)):
+            self._words[word] = 0
+
+    def set_loading(self) -> None:
+        self._words[_STATE] = WorkerState.LOADING
+
+    def set_ready(self, kv_tokens: int) -> None:
+        self._words[_KV_TOKENS] = kv_tokens
+        self._words[_STATE] = WorkerState.READY
+
+    def set_failed(self, error: str) -> None:
+        """Say why the worker cannot go on; the text is cut to what fits."""
+        text = error.encode()[:ERROR_BYTES]
+        self._memory[self._error_at : self._error_at + len(text)] = text
+        self._words[_ERROR_LEN] = len(text)
+        self._words[_STATE] = WorkerState.FAILED
+
+    def set_load(self, load: Load) -> None:
+        for word, value in enumerate(load, start=_LOAD):
+            self._words[word] = value
+        self._words[_TIME] = time.monotonic_ns()
