@@ -1,0 +1,47 @@
+"""A checkpoint as its files describe it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from gguf import GGUFReader
+from tokenizers import Tokenizer
+
+from backend_lib.checkpoint.decoder_config import DecoderConfig, HashConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weights:
+    """Where the tensors lie: safetensors shards, or one GGUF file that is open already, or nothing."""
+
+    safetensors: tuple[Path, ...] = ()
+    gguf: GGUFReader | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """Everything but the tensors.
+
+    Attributes:
+        name: what the user called it, without the folders before it.
+        tokenizer: adds the special tokens (BOS) that the checkpoint asks for, unless told not to.
+        eos_token_ids: any of these ends a sequence; empty when the checkpoint names none.
+        chat_template: Jinja source, or None.
+        bos_token: the text of the begin-of-sequence token, which chat templates may ask for; "" when there is none.
+        eos_token: the same for end of sequence.
+    """
+
+    name: str
+    config: DecoderConfig | HashConfig
+    tokenizer: Tokenizer = field(repr=False)
+    eos_token_ids: tuple[int, ...]
+    chat_template: str | None = None
+    bos_token: str = ""
+    eos_token: str = ""
+    weights: Weights = field(default=Weights(), repr=False)
+
+    @property
+    def context_length(self) -> int:
+        """Tokens of prompt and output that a sequence may have."""
+        return self.config.max_position

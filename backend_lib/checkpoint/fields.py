@@ -1,0 +1,88 @@
+"""Typed reading of a mapping that a file gave us, with errors that name the file and the key."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+class Fields:
+    """A mapping and where it came from. A value of None counts as absent.
+
+    Every reader raises ValueError naming the source and the key when the value is absent without a default, or is not
+    what was asked for.
+    """
+
+    def __init__(self, values: Mapping[str, Any], source: str) -> None:
+        self.values = values
+        self.source = source
+
+    @classmethod
+    def from_json(cls, path: Path) -> Fields:
+        """Raises FileNotFoundError when there is no such file, ValueError when it does not hold a JSON object."""
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:  # bad JSON and bad UTF-8 are both ValueErrors
+            raise ValueError(f"{path} is not valid JSON: {error}") from None
+        if not isinstance(values, dict):
+            raise ValueError(f"{path} does not hold a JSON object")
+        return cls(values, str(path))
+
+    @classmethod
+    def from_json_if_there(cls, path: Path) -> Fields:
+        """An empty mapping when there is no such file."""
+        return cls.from_json(path) if path.is_file() else cls({}, str(path))
+
+    def error(self, key: str, allowed: str) -> ValueError:
+        value = self.values.get(key)
+        if value is None:
+            return ValueError(f"{self.source}: '{key}' is missing")
+        return ValueError(f"{self.source}: '{key}' is {value!r}; supported is {allowed}")
+
+    def whole(self, key: str, default: int | None = None, *, low: int = 1) -> int:
+        """A whole number of at least `low`."""
+        value = self._get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < low:
+            raise self.error(key, f"a whole number of at least {low}")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A finite number above zero."""
+        value = self._get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise self.error(key, "a number above 0")
+        return float(value)
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        value = self._get(key, default)
+        if not isinstance(value, bool):
+            raise self.error(key, "true or false")
+        return value
+
+    def text(self, key: str, default: str | None = None) -> str:
+        value = self._get(key, default)
+        if not isinstance(value, str):
+            raise self.error(key, "a string")
+        return value
+
+    def token_ids(self, key: str) -> tuple[int, ...]:
+        """One token id, a list of them, or none: `eos_token_id` is written in all three ways."""
+        value = self.values.get(key)
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+            raise self.error(key, "a token id or a list of token ids")
+        return tuple(dict.fromkeys(ids))
+
+    def nested(self, key: str) -> Fields:
+        """An object inside this one; empty when absent."""
+        value = self._get(key, {})
+        if not isinstance(value, dict):
+            raise self.error(key, "an object")
+        return Fields(value, f"{self.source}: {key}")
+
+    def _get(self, key: str, default: Any) -> Any:
+        value = self.values.get(key)
+        return default if value is None else value

@@ -1,0 +1,120 @@
+"""Checkpoints in one GGUF file: metadata, tokenizer and tensors."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf import GGUFReader
+
+from backend_lib.checkpoint.checkpoint import Checkpoint, Weights
+from backend_lib.checkpoint.decoder_config import DecoderConfig, RopeScaling
+from backend_lib.checkpoint.fields import Fields
+from backend_lib.checkpoint.gguf_tokenizer import build_tokenizer
+
+_END_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
+
+
+class _Reader(GGUFReader):
+    """The package's reader over a plain array: slicing a memmap a hundred thousand times takes a second longer."""
+
+    @property
+    def data(self) -> np.ndarray:
+        return self._data
+
+    @data.setter
+    def data(self, mapped: np.memmap) -> None:
+        self._data = mapped.view(np.ndarray)  # keeps the mapping alive as its base
+
+
+def read_gguf(path: Path) -> Checkpoint:
+    """Raises ValueError naming the file and what in it is damaged or not supported."""
+    reader = _open(path)
+    fields = Fields({name: _value(field) for name, field in reader.fields.items()}, str(path))
+    tokens = fields.values.get("tokenizer.ggml.tokens")
+    config = _config(fields, reader)
+    try:
+        tokenizer = build_tokenizer(fields)
+    except ValueError as error:
+        raise error if fields.source in str(error) else ValueError(f"{path}: {error}") from None
+    return Checkpoint(
+        name=path.stem,
+        config=config,
+        tokenizer=tokenizer,
+        eos_token_ids=_eos_token_ids(fields, config.vocab_size),
+        chat_template=fields.text("tokenizer.chat_template", "") or None,
+        bos_token=_token_text(fields, "tokenizer.ggml.bos_token_id", tokens),
+        eos_token=_token_text(fields, "tokenizer.ggml.eos_token_id", tokens),
+        weights=Weights(gguf=reader),
+    )
+
+
+def _open(path: Path) -> GGUFReader:
+    try:
+        return _Reader(path)
+    except (ValueError, IndexError, KeyError, OverflowError, MemoryError, struct.error) as error:
+        # A cut or garbled file makes the package index past its end, or decode what is no number, type or text.
+        raise ValueError(f"{path} is not a whole GGUF file: {error}") from None
+
+
+def _value(field: Any) -> Any:
+    return field.contents() if field.types else None
+
+
+def _eos_token_ids(fields: Fields, vocab_size: int) -> tuple[int, ...]:
+    ids = tuple(dict.fromkeys(i for key in _END_KEYS for i in fields.token_ids(key)))
+    return tuple(i for i in ids if i < vocab_size)  # converters write -1 as 2**32 - 1 for "none"
+
+
+def _token_text(fields: Fields, key: str, tokens: list[str]) -> str:
+    ids = fields.token_ids(key)
+    return tokens[ids[0]] if ids and ids[0] < len(tokens) else ""
+
+
+def _config(fields: Fields, reader: GGUFReader) -> DecoderConfig:
+    if fields.text("general.architecture") != "llama":
+        raise fields.error("general.architecture", "'llama'")
+    if fields.values.get("llama.expert_count"):
+        raise fields.error("llama.expert_count", "0 (no mixture of experts)")
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    hidden_size = fields.whole("llama.embedding_length")
+    num_heads = fields.whole("llama.attention.head_count")
+    head_dim = fields.whole("llama.attention.key_length", hidden_size // num_heads)
+    _check_rotary(fields, head_dim)
+    return DecoderConfig(
+        architecture="LlamaForCausalLM",
+        vocab_size=fields.whole("llama.vocab_size", len(fields.values.get("tokenizer.ggml.tokens") or ())),
+        hidden_size=hidden_size,
+        intermediate_size=fields.whole("llama.feed_forward_length"),
+        num_layers=fields.whole("llama.block_count"),
+        num_heads=num_heads,
+        num_kv_heads=fields.whole("llama.attention.head_count_kv", num_heads),
+        head_dim=head_dim,
+        rms_norm_eps=fields.number("llama.attention.layer_norm_rms_epsilon"),
+        rope_theta=fields.number("llama.rope.freq_base", 10000.0),
+        rope_scaling=_rope_scaling(fields, tensors),
+        max_position=fields.whole("llama.context_length"),
+        tie_word_embeddings="output.weight" not in tensors,
+        qkv_bias="blk.0.attn_q.bias" in tensors,
+        attention_output_bias="blk.0.attn_output.bias" in tensors,
+        mlp_bias="blk.0.ffn_up.bias" in tensors,
+    )
+
+
+def _check_rotary(fields: Fields, head_dim: int) -> None:
+    """Part of a head rotated, or values of another size than keys, would be computed wrongly without an error."""
+    for key in ("llama.rope.dimension_count", "llama.attention.value_length"):
+        if fields.whole(key, head_dim) != head_dim:
+            raise fields.error(key, f"{head_dim}, the size of a head")
+
+
+def _rope_scaling(fields: Fields, tensors: dict[str, Any]) -> RopeScaling | None:
+    key = "llama.rope.scaling.type"
+    kind = fields.text(key, "none")
+    if kind not in ("none", "linear"):
+        raise fields.error(key, "'none', 'linear'")
+    if "rope_freqs.weight" in tensors:  # converters work llama3 scaling out to a divisor for each frequency
+        return RopeScaling(kind="factors", factors=tuple(tensors["rope_freqs.weight"].data.astype(float).tolist()))
+    return RopeScaling(kind=kind, factor=fields.number("llama.rope.scaling.factor")) if kind == "linear" else None

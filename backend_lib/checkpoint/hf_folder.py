@@ -1,0 +1,108 @@
+"""Checkpoints in the form Hugging Face keeps them: a folder with config.json, tokenizer.json and safetensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from backend_lib.checkpoint.checkpoint import Checkpoint, Weights
+from backend_lib.checkpoint.decoder_config import DecoderConfig, HashConfig
+from backend_lib.checkpoint.fields import Fields
+from backend_lib.checkpoint.hf_config import read_config
+
+_INDEX = "model.safetensors.index.json"
+
+
+def read_folder(folder: Path) -> Checkpoint:
+    """Raises ValueError naming the file that is missing, damaged, or asks for something unsupported."""
+    fields = Fields.from_json(_required(folder, "config.json"))
+    config = read_config(fields)
+    texts = Fields.from_json_if_there(folder / "tokenizer_config.json")
+    return Checkpoint(
+        name=folder.resolve().name,
+        config=config,
+        tokenizer=_tokenizer(_required(folder, "tokenizer.json")),
+        eos_token_ids=_eos_token_ids(folder, fields, config.vocab_size),
+        chat_template=_chat_template(folder, texts),
+        bos_token=_token_text(texts, "bos_token"),
+        eos_token=_token_text(texts, "eos_token"),
+        weights=_weights(folder, config),
+    )
+
+
+def _required(folder: Path, name: str) -> Path:
+    path = folder / name
+    if not path.is_file():
+        raise ValueError(f"{folder} has no {name}")
+    return path
+
+
+def _tokenizer(path: Path) -> Tokenizer:
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # `tokenizers` raises nothing narrower
+        raise ValueError(f"{path} is not a tokenizer that can be read: {error}") from None
+    # Both may be left in the file by training; a prompt must be neither cut nor filled up.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _eos_token_ids(folder: Path, config: Fields, vocab_size: int) -> tuple[int, ...]:
+    generation = Fields.from_json_if_there(folder / "generation_config.json")
+    fields = config if generation.values.get("eos_token_id") is None else generation
+    ids = fields.token_ids("eos_token_id")
+    if any(i >= vocab_size for i in ids):
+        raise fields.error("eos_token_id", f"token ids below the vocabulary's {vocab_size}")
+    return ids
+
+
+def _chat_template(folder: Path, texts: Fields) -> str | None:
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    template = texts.values.get("chat_template")
+    if isinstance(template, list):
+        template = _default_template(template)
+    if template is not None and not isinstance(template, str):
+        raise texts.error("chat_template", "a string, or a list with one named 'default'")
+    return template
+
+
+def _default_template(named: list[Any]) -> Any:
+    """Several templates are written as a list of {name, template}."""
+    return next((each.get("template") for each in named if isinstance(each, dict) and each.get("name") == "default"), named)
+
+
+def _token_text(texts: Fields, key: str) -> str:
+    """A special token is written as a string, or as an object with its `content`."""
+    if isinstance(texts.values.get(key), dict):
+        return texts.nested(key).text("content")
+    return texts.text(key, "")
+
+
+def _weights(folder: Path, config: DecoderConfig | HashConfig) -> Weights:
+    if isinstance(config, HashConfig):
+        return Weights()
+    if (folder / _INDEX).is_file():
+        return Weights(safetensors=_shards(folder))
+    files = tuple(sorted(folder.glob("*.safetensors")))
+    if len(files) == 1:
+        return Weights(safetensors=files)
+    if files:
+        raise ValueError(f"{folder} has several safetensors files but no {_INDEX}")
+    if any(folder.glob("*.bin")):
+        raise ValueError(f"{folder} has its weights only as .bin pickles, which are not read; convert them to safetensors")
+    raise ValueError(f"{folder} has no safetensors weights")
+
+
+def _shards(folder: Path) -> tuple[Path, ...]:
+    index = Fields.from_json(folder / _INDEX)
+    names = set(index.nested("weight_map").values.values())
+    if not names or not all(isinstance(name, str) for name in names):
+        raise index.error("weight_map", "an object of tensor name to file name")
+    if any(Path(name).name != name for name in names):
+        raise index.error("weight_map", "file names in the same folder")
+    return tuple(_required(folder, name) for name in sorted(names))

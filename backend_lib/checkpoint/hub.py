@@ -1,0 +1,27 @@
+"""Checkpoints from the Hugging Face hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+# What `read_folder` and the weight loader read, and nothing else of what a repository may hold.
+_WANTED = ("*.json", "*.jinja", "*.safetensors")
+_UNWANTED = ("original/*", "consolidated*", "onnx/*")
+
+
+def download(repo_id: str) -> Path:
+    """The local folder of a hub repository, downloaded unless it is in the hub's cache.
+
+    Raises:
+        FileNotFoundError: the hub has no such repository, or cannot be reached.
+    """
+    from huggingface_hub import snapshot_download  # here, so that a local model does not pay for it
+
+    try:
+        folder = snapshot_download(repo_id, allow_patterns=list(_WANTED), ignore_patterns=list(_UNWANTED))
+    except OSError as error:  # every network, permission and not-found error of the hub is one
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise FileNotFoundError(
+            f"model '{repo_id}' is not a local folder, and the hub does not give it: {reason}"
+        ) from None
+    return Path(folder)
