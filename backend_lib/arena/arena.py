@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import struct
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,8 @@ from backend_lib.arena.layout import CONFIG_OFFSET, HEADER_BYTES, LAYOUT_VERSION
 from backend_lib.arena.ring import CommandRing
 from backend_lib.arena.slots import SlotTable
 from backend_lib.arena.status import StatusBlock
+
+_FIRST_WORDS = struct.Struct("9Q")  # magic, layout version, bytes of configuration, the spec
 
 
 class ArenaMismatch(ValueError):
@@ -51,8 +54,8 @@ class Arena:
     @classmethod
     def attach(cls, fd: int) -> Arena:
         """Map an arena that another process made. Writes nothing. Raises ArenaMismatch when it is not one of ours."""
-        words = np.frombuffer(os.pread(fd, 9 * 8, 0), dtype=np.uint64).tolist()
-        if len(words) < 9 or words[0] != MAGIC:
+        words = _FIRST_WORDS.unpack(os.pread(fd, _FIRST_WORDS.size, 0).ljust(_FIRST_WORDS.size, b"\0"))
+        if words[0] != MAGIC:
             raise ArenaMismatch(f"descriptor {fd} holds no Tandem arena")
         if words[1] != LAYOUT_VERSION:
             raise ArenaMismatch(f"arena has layout version {words[1]}; this build reads version {LAYOUT_VERSION}")

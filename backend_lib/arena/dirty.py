@@ -17,7 +17,8 @@ class SlotRef(NamedTuple):
 
 
 class DirtyList:
-    """`num_records` entries. Words: head (published), reserved (about to be overwritten), entries."""
+    """`num_records` entries of two words, slot and generation. Words: head (published), reserved (about to be
+    overwritten), entries."""
 
     def __init__(self, words: memoryview, *, base: int, num_records: int) -> None:
         self._words = words
@@ -32,7 +33,8 @@ class DirtyList:
         words, head = self._words, self._words[self._head]
         words[self._reserved] = head + len(refs)  # before the entries: a reader that copied them can tell
         for place, ref in enumerate(refs, start=head):
-            words[self._entries + place % self._num_records] = ref.generation << 32 | ref.slot
+            at = self._entries + place % self._num_records * 2
+            words[at], words[at + 1] = ref
         words[self._head] = head + len(refs)
 
     def drain(self) -> list[SlotRef] | None:
@@ -41,7 +43,8 @@ class DirtyList:
         self._tail = head
         if head - start > self._num_records:
             return None
-        entries = [words[self._entries + place % self._num_records] for place in range(start, head)]
+        entries = [self._entries + place % self._num_records * 2 for place in range(start, head)]
+        refs = [SlotRef(words[at], words[at + 1]) for at in entries]
         if words[self._reserved] - start > self._num_records:
             return None  # the writer came round while they were copied
-        return [SlotRef(entry & 0xFFFFFFFF, entry >> 32) for entry in entries]
+        return refs

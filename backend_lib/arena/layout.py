@@ -21,6 +21,7 @@ LINE = 64  # bytes of a cache line: words of different writers never share one
 HEADER_BYTES = 1 << 16
 CONFIG_OFFSET = 256
 RECORD_BYTES = 64
+DIRTY_BYTES = 16
 STATUS_BYTES = 2048
 ERROR_BYTES = 1024
 
@@ -70,7 +71,7 @@ class ArenaSpec:
         cursors = LINE * 2
         records = cursors + LINE * self.num_ranks
         dirty = records + RECORD_BYTES * self.ring_records
-        status = align(dirty + LINE * 2 + 8 * self.dirty_records)
+        status = align(dirty + LINE * 2 + DIRTY_BYTES * self.dirty_records)
         return GroupLayout(
             epoch=0, ring_head=LINE, cursors=cursors, records=records, dirty=dirty, status=status,
             num_bytes=status + STATUS_BYTES * self.num_ranks,

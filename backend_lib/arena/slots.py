@@ -44,13 +44,13 @@ class SlotTable:
     # The router's half.
 
     def write(self, slot: int, fields: dict[str, Any]) -> None:
-        """Fill the router's half and clear the worker's. Only for a slot that no worker knows."""
-        header = self.headers[slot]
+        """Fill the router's half and clear the rest, so that nothing of the last owner's stays behind (a verdict, an
+        adapter). Only for a slot that no worker knows.
+        """
+        header = np.zeros((), dtype=SLOT)
         for name, value in fields.items():
             header[name] = value
-        for name in ("cumulative_logprob", "first_scheduled_ns", "first_token_ns", "last_token_ns", "cached_tokens"):
-            header[name] = 0
-        header["error"] = b""
+        self.headers[slot] = header
         self.publish(slot, fields["generation"], 0, FinishReason.NONE, released=False)
 
     def client_finish(self, slot: int) -> FinishReason:

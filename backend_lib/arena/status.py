@@ -60,8 +60,8 @@ class StatusBlock:
 
     @property
     def error(self) -> str:
-        length = self._words[_ERROR_LEN]
-        return self._memory[self._error_at : self._error_at + length].decode(errors="replace")
+        text = self._memory[self._error_at : self._error_at + self._words[_ERROR_LEN]]
+        return text.decode(errors="ignore")  # the cut may have halved the last character
 
     def reset(self) -> None:
         """Back to STARTING for a new worker. The router calls this while no worker is attached."""
@@ -77,7 +77,7 @@ class StatusBlock:
 
     def set_failed(self, error: str) -> None:
         """Say why the worker cannot go on; the text is cut to what fits."""
-        text = error.encode()[:ERROR_BYTES]
+        text = error.encode(errors="replace")[:ERROR_BYTES]  # a file name in it may hold surrogates
         self._memory[self._error_at : self._error_at + len(text)] = text
         self._words[_ERROR_LEN] = len(text)
         self._words[_STATE] = WorkerState.FAILED

@@ -21,8 +21,11 @@ class Doorbell:
         os.eventfd_write(self.fd, 1)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Block until rung, at most `timeout` seconds; whether it was rung. One waiter."""
-        if timeout is not None and not self._poll.poll(timeout * 1000):
+        """Block until rung, at most `timeout` seconds; whether it was rung. One waiter.
+
+        A `timeout` below 0, from a deadline that has passed, does not block; poll by itself would block for ever.
+        """
+        if timeout is not None and not self._poll.poll(max(timeout, 0) * 1000):
             return False
         os.eventfd_read(self.fd)
         return True
