@@ -1,0 +1,88 @@
+"""Token ids to text, a few at a time, so that the pieces join to what decoding everything at once gives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+_BROKEN = "\ufffd"
+
+# A window longer than _SLIDE is cut back to about _KEEP tokens at the next place where no character is open. A valid
+# character has at most four bytes, hence four tokens: a window past _FORCE holds bytes that are no text, and is cut
+# anyway, or it would grow for as long as they come.
+_KEEP = 5
+_SLIDE = 16
+_FORCE = 32
+
+# Bytes of an unfinished character, each of which a byte-fallback decoder shows as one U+FFFD.
+_MAX_OPEN = 3
+
+
+class Detokenizer:
+    """The text of one sequence, decoded incrementally at a cost per token that does not grow.
+
+    A window of the last tokens is decoded again with each new one, and what is new at its end is the piece. Trailing
+    U+FFFD are held back, because the next token may turn them into a character.
+
+    The pieces join exactly to `tokenizer.decode(ids)`, with one exception: a byte-fallback decoder (SentencePiece
+    models) turns a whole run of byte tokens into U+FFFD if any byte of the run is wrong, even characters already
+    complete. Those have been given out by then and stay.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True):
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._window: list[int] = []
+        self._given = 0  # characters of the window's text that are given out
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Text that these tokens complete. Never part of a character."""
+        return "".join([self._push_one(token_id) for token_id in token_ids])
+
+    def flush(self) -> str:
+        """What is still held back, as it stands. The sequence has ended."""
+        piece = self._decode(self._window)[self._given :]
+        self._window, self._given = [], 0
+        return piece
+
+    def _push_one(self, token_id: int) -> str:
+        self._window.append(token_id)
+        text = self._decode(self._window)
+        settled = self._settled(text)
+        piece = text[self._given : settled]
+        self._given = max(self._given, settled)
+        if len(self._window) > _FORCE or (len(self._window) > _SLIDE and settled == len(text)):
+            self._slide(text)
+        return piece
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
+
+    def _settled(self, text: str) -> int:
+        """How many characters of the window's text later tokens cannot change."""
+        if not text.endswith(_BROKEN):
+            return len(text)
+        whole = len(text.rstrip(_BROKEN))
+        return max(whole, len(text) - _MAX_OPEN) if len(self._window) > _FORCE else whole
+
+    def _slide(self, text: str) -> None:
+        """Forget the window's oldest tokens.
+
+        What stays must decode to the end of the text as it stood, or it begins inside a character; and to more than
+        what is held back, or a decoder that strips the first space would strip the next word's. _KEEP tokens of at
+        least a byte each fix a UTF-8 decoder's state, which depends on three bytes.
+        """
+        self._window = [token_id for token_id in self._window if self._has_text(token_id)]
+        held = len(text) - self._given
+        for count in range(_KEEP, min(_KEEP + 2 * _MAX_OPEN + 2, len(self._window))):
+            tail = self._decode(self._window[-count:])
+            if len(tail) > held and text.endswith(tail):
+                self._window, self._given = self._window[-count:], len(tail) - held
+                return
+
+    def _has_text(self, token_id: int) -> bool:
+        """Whether the decoder sees the token: special and unknown ones it does not. Twice, as a space may be stripped."""
+        return bool(self._decode([token_id, token_id]))
