@@ -1,0 +1,70 @@
+"""`python -m backend_lib.worker`: one rank of a group. The router starts it and passes descriptors by number."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import logging
+import os
+import signal
+import sys
+import traceback
+
+from backend_lib.arena import Arena, Doorbell, StatusBlock
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def main() -> None:
+    args = _arguments()
+    _die_with_parent(args.parent)
+    logging.basicConfig(level=logging.INFO, format="tandem worker %(process)d: %(message)s", stream=sys.stderr)
+    arena = Arena.attach(args.arena)
+    status = arena.status(args.group, args.rank)
+    if arena.epoch(args.group) != args.epoch:
+        sys.exit(f"the group is at epoch {arena.epoch(args.group)}; this worker was started for {args.epoch}")
+    status.set_loading()
+    try:
+        _serve(arena, status, args)
+    except Exception as error:
+        traceback.print_exc()
+        status.set_failed(f"{type(error).__name__}: {error}")
+        Doorbell(args.replies).ring()
+        sys.exit(1)
+
+
+def _serve(arena: Arena, status: StatusBlock, args: argparse.Namespace) -> None:
+    """Load the model, say so, and compute until killed. torch is first imported here."""
+    from backend_lib.worker.engine import build_engine
+
+    commands, replies = Doorbell(args.commands), Doorbell(args.replies)
+    loop, kv_tokens = build_engine(arena, args.group, args.rank, commands=commands, replies=replies)
+    status.set_ready(kv_tokens)
+    replies.ring()
+    loop.run_forever()
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="backend_lib.worker", description=__doc__)
+    for name, text in {
+        "arena": "descriptor of the arena",
+        "commands": "descriptor of the doorbell that the router rings",
+        "replies": "descriptor of the doorbell that this worker rings",
+        "group": "which copy of the weights",
+        "rank": "place in the group",
+        "epoch": "of the group when this worker was started",
+        "parent": "process id of the router",
+    }.items():
+        parser.add_argument(f"--{name}", type=int, required=True, help=text)
+    return parser.parse_args()
+
+
+def _die_with_parent(parent: int) -> None:
+    """Ask for SIGKILL when the router ends, and look once, since it may have ended before the request."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        sys.exit("the router is gone")
+
+
+if __name__ == "__main__":
+    main()

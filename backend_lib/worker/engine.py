@@ -1,0 +1,88 @@
+"""Puts a rank together: decoder, memory, scheduler, runner, loop."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import sys
+import time
+from functools import partial
+
+import torch
+
+from backend_lib.arena import Arena, Doorbell
+from backend_lib.checkpoint import open_checkpoint
+from backend_lib.config import Settings
+from backend_lib.models import load_decoder
+from backend_lib.models.batch import Decoder
+from backend_lib.worker.agreement import SoloAgreement
+from backend_lib.worker.loop import InferLoop
+from backend_lib.worker.memory import available_bytes
+from backend_lib.worker.publisher import Publisher
+from backend_lib.worker.runner import InlineStream, Runner, compute_thread
+from backend_lib.worker.scheduler import Scheduler
+from backend_lib.worker.sequence import Sequence
+
+log = logging.getLogger("tandem")
+
+# A compute thread and the loop's thread share one interpreter; the default of 5 ms would let either stall the other.
+SWITCH_INTERVAL = 50e-6
+WARM_UP_TOKENS = 16
+
+
+def build_engine(
+    arena: Arena, group: int, rank: int, *, commands: Doorbell, replies: Doorbell
+) -> tuple[InferLoop, int]:
+    """Load and warm the model of `arena.config`. Returns the loop, ready to run, and the size of the KV cache.
+
+    Raises:
+        ValueError: the checkpoint or a setting cannot be served, in words for Triton's log.
+    """
+    config = arena.config
+    settings = Settings(**config["settings"])
+    torch.set_num_threads(settings.threads or len(os.sched_getaffinity(0)))
+    started = time.monotonic()
+    checkpoint = open_checkpoint(settings.model)
+    decoder = load_decoder(checkpoint, settings)
+    kv_tokens = _kv_tokens(settings, decoder, config["max_model_len"])
+    log.info("loaded %s in %.1f s; KV cache of %d tokens", settings.model, time.monotonic() - started, kv_tokens)
+    overlap = _overlap(settings)
+    runner = Runner(
+        decoder, kv_tokens=kv_tokens, max_running=settings.max_running, max_model_len=config["max_model_len"],
+        device=torch.device("cpu"), stream=compute_thread() if overlap else InlineStream(),
+    )  # fmt: skip
+    runner.warm_up(min(WARM_UP_TOKENS, config["max_model_len"]))
+    scheduler = Scheduler(
+        kv_tokens=kv_tokens, max_running=settings.max_running, max_model_len=config["max_model_len"],
+        prefill_chunk=settings.prefill_chunk,
+    )  # fmt: skip
+    gc.freeze()  # weights and code stay; a collection need not look at them again
+    loop = InferLoop(
+        SoloAgreement(arena.ring(group), commands, rank),
+        scheduler,
+        runner,
+        Publisher(arena.slots, arena.dirty_list(group), replies),
+        arena.status(group, rank),
+        read_slot=partial(Sequence.from_slot, arena.slots, eos_token_ids=frozenset(checkpoint.eos_token_ids)),
+        overlap=overlap,
+    )
+    return loop, kv_tokens
+
+
+def _overlap(settings: Settings) -> bool:
+    """On a CPU `auto` is off: see benchmarks/loop.py."""
+    if settings.overlap != "on":
+        return False
+    sys.setswitchinterval(SWITCH_INTERVAL)
+    return True
+
+
+def _kv_tokens(settings: Settings, decoder: Decoder, max_model_len: int) -> int:
+    """What was asked for, or as much as memory allows and the running sequences could ever use."""
+    if settings.kv_tokens is not None:
+        return settings.kv_tokens
+    room = int(available_bytes() * settings.memory_fraction) // decoder.kv_bytes_per_token
+    if room < 2:
+        raise ValueError(f"memory_fraction {settings.memory_fraction} of what is free leaves no room for a KV cache")
+    return min(settings.max_running * max_model_len, room)

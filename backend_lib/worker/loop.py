@@ -1,0 +1,95 @@
+"""The infer loop: one thread that receives, plans, launches, publishes and samples, step after step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from backend_lib.arena import Command, CommandKind, Load, StatusBlock
+from backend_lib.worker.agreement import Agreement, StepDecision
+from backend_lib.worker.publisher import Publisher
+from backend_lib.worker.runner import Runner, Step
+from backend_lib.worker.scheduler import Plan, Scheduler
+from backend_lib.worker.sequence import Sequence
+
+
+class InferLoop:
+    """With `overlap` step N+1 is launched before step N's tokens are known, and N is published while N+1 runs."""
+
+    def __init__(
+        self, node: Agreement, scheduler: Scheduler, runner: Runner, publisher: Publisher, status: StatusBlock, *,
+        read_slot: Callable[[int, int], Sequence], overlap: bool,
+    ) -> None:  # fmt: skip
+        self._node = node
+        self._scheduler = scheduler
+        self._runner = runner
+        self._publisher = publisher
+        self._status = status
+        self._read_slot = read_slot
+        self._overlap = overlap
+        self._previous: Step | None = None
+        self._step = 0
+
+    def run_forever(self) -> None:
+        while True:
+            self.run_once()
+
+    def run_once(self) -> None:
+        """One pass. Blocks only while there is nothing to compute, to publish or to apply."""
+        decision = self._node.receive(block=self._scheduler.idle and self._previous is None)
+        self._apply(decision)
+        step = self._launch(self._scheduler.plan())
+        self._finalize(self._previous)
+        if step:
+            step.sample()
+        if step and not self._overlap:
+            self._finalize(step)
+            step = None
+        self._previous = step
+        self._publisher.flush()
+        self._report()
+
+    def _apply(self, decision: StepDecision) -> None:
+        for command in decision.commands:
+            if command.kind is CommandKind.ADMIT:
+                self._admit(command)
+            else:
+                self._abort(command)
+        self._node.applied(decision)
+
+    def _admit(self, command: Command) -> None:
+        """What fails here concerns one sequence only, and ends only that one."""
+        try:
+            self._scheduler.add(self._read_slot(command.slot, command.generation))
+        except (ValueError, KeyError) as error:
+            self._publisher.failed(command.slot, command.generation, f"the request could not be prepared: {error}")
+
+    def _abort(self, command: Command) -> None:
+        gone = self._scheduler.abort(command.slot, command.generation)
+        if gone:
+            self._publisher.released(gone)
+
+    def _launch(self, plan: Plan) -> Step | None:
+        for sequence in plan.started:
+            self._publisher.started(sequence)
+        return self._runner.launch(plan) if plan.chunks else None
+
+    def _finalize(self, step: Step | None) -> None:
+        """Take the step's tokens. A sequence that ended meanwhile gets none: its row ran one step too far."""
+        if step is None:
+            return
+        for sequence, token_id in zip(step.sampled, step.finalize(), strict=True):
+            if not sequence.finish:
+                sequence.accept(token_id)
+                self._publisher.token(sequence)
+        for sequence in self._scheduler.finalize(step.plan):
+            self._publisher.released(sequence)
+
+    def _report(self) -> None:
+        scheduler = self._scheduler
+        self._step += 1
+        self._status.set_load(
+            Load(
+                step=self._step, running=len(scheduler.running), waiting=len(scheduler.waiting), paused=0,
+                kv_used=scheduler.kv.num_used, cached=0,
+            )
+        )  # fmt: skip

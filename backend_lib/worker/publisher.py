@@ -1,0 +1,57 @@
+"""Rank 0's side of a slot: output ids, then the word that publishes them, then the dirty list, then the bell."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from backend_lib.arena import DirtyList, Doorbell, SlotRef, SlotTable
+from backend_lib.request import FinishReason
+from backend_lib.worker.sequence import Sequence
+
+
+class Publisher:
+    """Collects what a step changed; `flush` makes it visible, in the order in which a reader may rely on it."""
+
+    def __init__(self, slots: SlotTable, dirty: DirtyList, bell: Doorbell) -> None:
+        self._slots = slots
+        self._dirty = dirty
+        self._bell = bell
+        self._touched: dict[SlotRef, tuple[Sequence, bool]] = {}
+
+    def token(self, sequence: Sequence) -> None:
+        """The sequence has a new token and perhaps an end."""
+        self._touched[SlotRef(sequence.slot, sequence.generation)] = (sequence, False)
+        if sequence.output_len == 1:
+            self._stamp("first_token_ns", sequence)
+        if sequence.finish:
+            self._stamp("last_token_ns", sequence)
+
+    def released(self, sequence: Sequence) -> None:
+        """No step holds the sequence any more: its slot may be used again."""
+        self._touched[SlotRef(sequence.slot, sequence.generation)] = (sequence, True)
+
+    def started(self, sequence: Sequence) -> None:
+        self._stamp("first_scheduled_ns", sequence)
+
+    def failed(self, slot: int, generation: int, error: str) -> None:
+        """A sequence that could not be prepared: an error, and nothing held."""
+        self._slots.headers["error"][slot] = error.encode()[:200]
+        self._slots.publish(slot, generation, 0, FinishReason.ERROR, released=True)
+        self._dirty.append([SlotRef(slot, generation)])
+        self._bell.ring()
+
+    def flush(self) -> None:
+        if not self._touched:
+            return
+        for sequence, released in self._touched.values():
+            self._slots.publish(
+                sequence.slot, sequence.generation, sequence.output_len, sequence.finish, released=released
+            )
+        self._dirty.append(list(self._touched))
+        self._touched.clear()
+        self._bell.ring()
+
+    def _stamp(self, name: str, sequence: Sequence) -> None:
+        self._slots.headers[name][sequence.slot] = np.uint64(time.time_ns())

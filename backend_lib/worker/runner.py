@@ -1,0 +1,155 @@
+"""Launches steps on the device: forward, then the sampler, each as one piece of work on an ordered stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+
+from backend_lib.models.batch import Decoder, ForwardBatch
+from backend_lib.worker.sampler import Sampler, SamplingBatch
+from backend_lib.worker.scheduler import Chunk, Plan
+from backend_lib.worker.sequence import Sequence
+
+POISON = -1  # what the relay table holds for a row that has sampled nothing yet
+
+
+class InlineStream:
+    """Work is done where it is launched: no overlap."""
+
+    def submit(self, work: Callable[[], Any]) -> Future:
+        future: Future = Future()
+        future.set_result(work())
+        return future
+
+
+def compute_thread() -> ThreadPoolExecutor:
+    """A CPU's stream: one thread that does the work in the order in which it was launched."""
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="tandem-compute")
+
+
+class Step:
+    """A launched step. `forward` runs from the start; `sample` and `finalize` are called once each, in that order."""
+
+    def __init__(self, runner: Runner, plan: Plan) -> None:
+        self.plan = plan
+        self.sampled = [chunk.sequence for chunk in plan.chunks if chunk.samples]
+        self._runner = runner
+        batch, sampling = runner.stage(plan)
+        self._sampling = sampling
+        self._logits = runner.stream.submit(lambda: runner.forward(plan, batch))
+
+    def sample(self) -> None:
+        """Launch the sampler. On an ordered stream the logits are there when it runs."""
+        self._ids = self._runner.stream.submit(lambda: self._runner.sample(self._logits.result(), self._sampling))
+
+    def finalize(self) -> list[int]:
+        """Wait for the step; token ids in the order of `sampled`."""
+        return self._ids.result()
+
+
+class Runner:
+    """Owns what lives on the device: KV pool, KV table, relay table, sampling rows.
+
+    Only work on the stream touches them, so the order of launches is the order of reads and writes. `stage` makes fresh
+    CPU arrays for each step and never changes one that was handed to the stream.
+    """
+
+    def __init__(
+        self, decoder: Decoder, *, kv_tokens: int, max_running: int, max_model_len: int,
+        device: torch.device, stream: Any,
+    ) -> None:  # fmt: skip
+        self.stream = stream
+        self._decoder = decoder
+        self._kv = decoder.allocate_kv(kv_tokens)
+        self._kv_table = torch.zeros((max_running + 1, max_model_len), dtype=torch.int32, device=device)
+        self._relay = torch.full((max_running + 1,), POISON, dtype=torch.int64, device=device)
+        self._sampler = Sampler(max_running + 1, device)
+        self._spare_row, self._spare_index = max_running, kv_tokens
+
+    def launch(self, plan: Plan) -> Step:
+        return Step(self, plan)
+
+    def stage(self, plan: Plan) -> tuple[StagedBatch, SamplingBatch]:
+        """The step's inputs, on the CPU."""
+        sampled = [chunk for chunk in plan.chunks if chunk.samples]
+        positions = [chunk.start + chunk.length for chunk in sampled]
+        return StagedBatch(plan), SamplingBatch.of([chunk.sequence for chunk in sampled], positions)
+
+    @torch.inference_mode()
+    def forward(self, plan: Plan, staged: StagedBatch) -> torch.Tensor:
+        for sequence in plan.started:
+            self._start_row(sequence)
+        rows = torch.from_numpy(plan.rows)
+        positions = torch.from_numpy(plan.positions)
+        kv_index = torch.from_numpy(plan.kv_index)
+        self._kv_table[rows, positions] = kv_index.int()
+        decoded = self._relay[rows[: plan.num_decodes]]
+        assert plan.num_decodes == 0 or decoded.min() >= 0, "a row is decoded before its token was sampled"
+        batch = ForwardBatch(
+            input_ids=torch.cat([decoded, torch.from_numpy(staged.prompt_ids)]),
+            positions=positions,
+            kv_index=kv_index,
+            kv_table=self._kv_table,
+            rows=staged.rows,
+            query_lens=staged.query_lens,
+            kv_lens=staged.kv_lens,
+            logits_index=torch.from_numpy(staged.logits_index),
+        )
+        return self._decoder.forward(batch, self._kv)
+
+    @torch.inference_mode()
+    def sample(self, logits: torch.Tensor, sampling: SamplingBatch) -> list[int]:
+        if not len(sampling.rows):
+            return []
+        token_ids = self._sampler.sample(logits, sampling)
+        self._relay[sampling.rows] = token_ids
+        return token_ids.tolist()
+
+    @torch.inference_mode()
+    def warm_up(self, num_tokens: int) -> None:
+        """Run a prompt of `num_tokens` and a decode step on the spare row and index, so that nothing is first later."""
+        self._kv_table[self._spare_row] = self._spare_index
+        for query_len in (num_tokens, 1):
+            batch = ForwardBatch(
+                input_ids=torch.zeros(query_len, dtype=torch.int64),
+                positions=torch.arange(query_len),
+                kv_index=torch.full((query_len,), self._spare_index),
+                kv_table=self._kv_table,
+                rows=[self._spare_row],
+                query_lens=[query_len],
+                kv_lens=[query_len],
+                logits_index=torch.tensor([query_len - 1]),
+            )
+            self._decoder.forward(batch, self._kv)
+
+    def _start_row(self, sequence: Sequence) -> None:
+        self._sampler.set_row(sequence)
+        self._relay[sequence.row] = POISON
+
+
+class StagedBatch:
+    """The plan as arrays: what a forward needs that is not on the device already.
+
+    Attributes:
+        prompt_ids: int64, ids of the step's tokens after the decode rows.
+        rows, query_lens, kv_lens: one per chunk.
+        logits_index: int64 [L], the last token of every chunk that samples.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        prefills = plan.chunks[plan.num_decodes :]
+        self.prompt_ids = _known_ids(prefills)
+        self.rows = [chunk.sequence.row for chunk in plan.chunks]
+        self.query_lens = [chunk.length for chunk in plan.chunks]
+        self.kv_lens = [chunk.start + chunk.length for chunk in plan.chunks]
+        ends = np.cumsum(self.query_lens, dtype=np.int64) - 1
+        self.logits_index = ends[[chunk.samples for chunk in plan.chunks]] if prefills else ends
+
+
+def _known_ids(prefills: list[Chunk]) -> np.ndarray:
+    pieces = [chunk.sequence.known_ids(chunk.start, chunk.start + chunk.length) for chunk in prefills]
+    return np.concatenate(pieces).astype(np.int64) if pieces else np.empty(0, dtype=np.int64)

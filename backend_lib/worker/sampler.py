@@ -1,0 +1,107 @@
+"""From logits to token ids, on the device. A draw is a pure function of logits, seed, sequence and position."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from backend_lib.worker.sequence import Sequence
+from kernels.philox import gumbel_noise, gumbel_noise_at
+
+# L rows of logits · V vocabulary · K candidates that top-k may keep
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingBatch:
+    """What the sampler needs to know of a step. A row of logits that is neither plain nor filtered is greedy.
+
+    Attributes:
+        rows: int64 [L], the sequence's row of each row of logits.
+        positions: int64 [L], place of the sampled token in its sequence.
+        plain: int64, which of the L are drawn from the whole vocabulary.
+        filtered: int64, which of the L are drawn from what top-k and top-p leave.
+        candidates: largest top_k among the filtered, 0 when one of them has none.
+        banned: int64 [2, B], pairs (row of logits, token id) that must not be sampled.
+    """
+
+    rows: torch.Tensor
+    positions: torch.Tensor
+    plain: torch.Tensor
+    filtered: torch.Tensor
+    candidates: int
+    banned: torch.Tensor
+
+    @classmethod
+    def of(cls, sequences: list[Sequence], positions: list[int]) -> SamplingBatch:
+        """For the sequences that a plan samples; the plan has counted their new tokens."""
+        drawn = [place for place, sequence in enumerate(sequences) if sequence.temperature > 0]
+        filtered = [place for place in drawn if sequences[place].top_k or sequences[place].top_p < 1]
+        plain = [place for place in drawn if place not in filtered] if filtered else drawn
+        top_k = [sequences[place].top_k for place in filtered]
+        banned = [(place, token) for place, seq in enumerate(sequences) for token in seq.banned_token_ids]
+        return cls(
+            rows=_int64([sequence.row for sequence in sequences]),
+            positions=_int64(positions),
+            plain=_int64(plain),
+            filtered=_int64(filtered),
+            candidates=max(top_k) if top_k and all(top_k) else 0,
+            banned=_int64(banned).view(-1, 2).T,
+        )
+
+
+class Sampler:
+    """Keeps each row's parameters on the device; they are written when a row changes hands, not every step."""
+
+    def __init__(self, num_rows: int, device: torch.device) -> None:
+        self._temperature = torch.zeros(num_rows, dtype=torch.float32, device=device)
+        self._top_k = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self._top_p = torch.ones(num_rows, dtype=torch.float32, device=device)
+        self._seed = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self._sequence_index = torch.zeros(num_rows, dtype=torch.int64, device=device)
+
+    def set_row(self, sequence: Sequence) -> None:
+        row = sequence.row
+        self._temperature[row] = sequence.temperature
+        self._top_k[row] = sequence.top_k
+        self._top_p[row] = sequence.top_p
+        self._seed[row] = sequence.seed - (1 << 64) if sequence.seed >> 63 else sequence.seed  # same 64 bits
+        self._sequence_index[row] = sequence.sequence_index
+
+    def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+        """int64 [L] token ids from float32 [L, V] logits, which are changed in place."""
+        if batch.banned.numel():
+            logits[batch.banned[0], batch.banned[1]] = -torch.inf
+        token_ids = logits.argmax(dim=-1)
+        if len(batch.plain):
+            token_ids[batch.plain] = self._draw(logits[batch.plain], batch, batch.plain)
+        if len(batch.filtered):
+            token_ids[batch.filtered] = self._draw_filtered(logits[batch.filtered], batch, batch.filtered)
+        return token_ids
+
+    def _draw(self, logits: torch.Tensor, batch: SamplingBatch, places: torch.Tensor) -> torch.Tensor:
+        rows = batch.rows[places]
+        scores = logits.div_(self._temperature[rows, None])
+        return scores.add_(gumbel_noise(*self._key(batch, places), scores.shape[1])).argmax(dim=-1)
+
+    def _draw_filtered(self, logits: torch.Tensor, batch: SamplingBatch, places: torch.Tensor) -> torch.Tensor:
+        """Draw among each row's candidates, which stand in descending order, [L, K]."""
+        rows = batch.rows[places]
+        width = min(batch.candidates or logits.shape[1], logits.shape[1])
+        scores, token_ids = logits.div_(self._temperature[rows, None]).topk(width, dim=-1)
+        top_k = self._top_k[rows, None]
+        scores.masked_fill_((top_k > 0) & (torch.arange(width, device=scores.device) >= top_k), -torch.inf)
+        probabilities = scores.softmax(dim=-1)
+        better = probabilities.cumsum(dim=-1) - probabilities  # mass of all better tokens; 0 for the best, so it stays
+        scores.masked_fill_(better >= self._top_p[rows, None], -torch.inf)
+        best = scores.add_(gumbel_noise_at(*self._key(batch, places), token_ids)).argmax(dim=-1, keepdim=True)
+        return token_ids.gather(1, best).squeeze(1)
+
+    def _key(self, batch: SamplingBatch, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        rows = batch.rows[places]
+        return self._seed[rows], self._sequence_index[rows], batch.positions[places]
+
+
+def _int64(values: list) -> torch.Tensor:
+    return torch.from_numpy(np.array(values, dtype=np.int64))

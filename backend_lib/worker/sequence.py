@@ -1,0 +1,110 @@
+"""A sequence as a worker sees it: what to compute, how far the steps have come, and what has been published."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from backend_lib.arena import SlotTable
+from backend_lib.request import FinishReason
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Sequence:
+    """One slot's sequence.
+
+    `prompt_ids` and `output_ids` are int32 views of the arena. Two cursors move: `num_computed` when a step is planned
+    (its keys and values count as written from then on, for whatever is planned later runs later), and `output_len` when
+    a step is finalized and its token is known.
+    """
+
+    slot: int
+    generation: int
+    prompt_ids: np.ndarray
+    output_ids: np.ndarray
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    sequence_index: int = 0
+    eos_token_ids: frozenset[int] = frozenset()
+    stop_token_ids: frozenset[int] = frozenset()
+
+    row: int = -1
+    num_computed: int = 0
+    num_planned: int = 0  # output tokens that planned steps have sampled or will sample
+    output_len: int = 0
+    finish: FinishReason = FinishReason.NONE
+    last_step: int = -1  # newest planned step that holds this sequence
+    known_len: int = field(init=False)  # tokens whose ids the CPU knew at admission; beyond lies the relay table
+
+    def __post_init__(self) -> None:
+        self.known_len = len(self.prompt_ids) + self.output_len
+        self.num_planned = self.output_len
+
+    @classmethod
+    def from_slot(cls, slots: SlotTable, slot: int, generation: int, eos_token_ids: frozenset[int]) -> Sequence:
+        """Read a slot's half of the router. What an earlier worker has published is the sequence's beginning."""
+        header = slots.headers[slot]
+        published = slots.published(slot, generation)
+        params = json.loads(slots.params(slot))
+        return cls(
+            slot=slot,
+            generation=generation,
+            prompt_ids=slots.prompt_ids(slot),
+            output_ids=slots.output_ids(slot),
+            max_tokens=int(header["max_tokens"]),
+            min_tokens=int(header["min_tokens"]),
+            temperature=float(header["temperature"]),
+            top_k=int(header["top_k"]),
+            top_p=float(header["top_p"]),
+            seed=int(header["seed"]),
+            sequence_index=int(header["sequence_index"]),
+            eos_token_ids=frozenset() if header["ignore_eos"] else eos_token_ids,
+            stop_token_ids=frozenset(params["stop_token_ids"]),
+            output_len=published.output_len if published else 0,
+        )
+
+    @property
+    def kv_need(self) -> int:
+        """KV indices the sequence can ever hold: the last token is sampled but never computed."""
+        return len(self.prompt_ids) + self.max_tokens - 1
+
+    @property
+    def prefilling(self) -> bool:
+        return self.num_computed < self.known_len
+
+    @property
+    def exhausted(self) -> bool:
+        """Every token it may produce is already planned."""
+        return self.num_planned >= self.max_tokens
+
+    @property
+    def banned_token_ids(self) -> frozenset[int]:
+        """Tokens that the draw planned last must not give: they would end the sequence before `min_tokens`."""
+        if self.num_planned > self.min_tokens:
+            return frozenset()
+        return self.stop_token_ids | self.eos_token_ids
+
+    def known_ids(self, start: int, stop: int) -> np.ndarray:
+        """int32 [stop - start], prompt ids and then the outputs known at admission."""
+        prompt_len = len(self.prompt_ids)
+        if stop <= prompt_len:
+            return self.prompt_ids[start:stop]
+        tail = self.output_ids[max(start - prompt_len, 0) : stop - prompt_len]
+        return np.concatenate([self.prompt_ids[start:], tail])
+
+    def accept(self, token_id: int) -> None:
+        """Take a sampled token: the sequence's next output, and perhaps its end."""
+        self.output_ids[self.output_len] = token_id
+        self.output_len += 1
+        if token_id in self.eos_token_ids:
+            self.finish = FinishReason.EOS
+        elif token_id in self.stop_token_ids:
+            self.finish = FinishReason.STOP_TOKEN
+        elif self.output_len >= self.max_tokens:
+            self.finish = FinishReason.LENGTH
