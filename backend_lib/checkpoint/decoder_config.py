@@ -48,7 +48,9 @@ class DecoderConfig:
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"{self.num_heads} attention heads cannot share {self.num_kv_heads} key-value heads evenly")
+            raise ValueError(
+                f"{self.num_heads} attention heads cannot share {self.num_kv_heads} key-value heads evenly"
+            )
         if self.head_dim % 2:
             raise ValueError(f"head_dim {self.head_dim} is odd; rotary positions need an even one")
 

@@ -86,7 +86,9 @@ def _add_special_tokens(tokenizer: Tokenizer, fields: Fields, tokens: list[str])
     """Control tokens are special: left out of decoded text. User-defined ones are only never split."""
     types = fields.values.get("tokenizer.ggml.token_type") or [1] * len(tokens)
     if len(types) != len(tokens):
-        raise ValueError(f"{fields.source}: {len(types)} values of 'tokenizer.ggml.token_type' for {len(tokens)} tokens")
+        raise ValueError(
+            f"{fields.source}: {len(types)} values of 'tokenizer.ggml.token_type' for {len(tokens)} tokens"
+        )
     of_type = {kind: [t for t, each in zip(tokens, types, strict=True) if each == kind] for kind in _TokenType}
     tokenizer.add_special_tokens([AddedToken(t, normalized=False) for t in of_type[_TokenType.CONTROL]])
     tokenizer.add_tokens([AddedToken(t, normalized=False) for t in of_type[_TokenType.USER_DEFINED]])

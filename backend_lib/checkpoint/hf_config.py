@@ -61,7 +61,7 @@ def _llama(fields: Fields) -> DecoderConfig:
 
 
 def _rope(fields: Fields) -> Fields:
-    """transformers 5 writes `rope_parameters` with the base inside; earlier ones `rope_scaling` with the base beside it."""
+    """transformers 5 writes `rope_parameters` with the base inside; before, it was `rope_scaling`, the base beside."""
     return fields.nested("rope_parameters" if fields.values.get("rope_parameters") else "rope_scaling")
 
 

@@ -73,7 +73,9 @@ def _chat_template(folder: Path, texts: Fields) -> str | None:
 
 def _default_template(named: list[Any]) -> Any:
     """Several templates are written as a list of {name, template}."""
-    return next((each.get("template") for each in named if isinstance(each, dict) and each.get("name") == "default"), named)
+    return next(
+        (each.get("template") for each in named if isinstance(each, dict) and each.get("name") == "default"), named
+    )
 
 
 def _token_text(texts: Fields, key: str) -> str:
@@ -94,7 +96,9 @@ def _weights(folder: Path, config: DecoderConfig | HashConfig) -> Weights:
     if files:
         raise ValueError(f"{folder} has several safetensors files but no {_INDEX}")
     if any(folder.glob("*.bin")):
-        raise ValueError(f"{folder} has its weights only as .bin pickles, which are not read; convert them to safetensors")
+        raise ValueError(
+            f"{folder} has its weights only as .bin pickles, which are not read; convert them to safetensors"
+        )
     raise ValueError(f"{folder} has no safetensors weights")
 
 

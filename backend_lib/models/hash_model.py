@@ -1,7 +1,7 @@
 """A test-only model that computes nothing: its next token is a hash of the tokens before it.
 
-Protocol tests are exact with it. The running hash of a sequence lives in the KV pool, at each token's index, and is read
-back from there, so a wrong index, a stale row or an overwritten entry shows as another token.
+Protocol tests are exact with it. The running hash of a sequence lives in the KV pool, at each token's index, and is
+read back from there, so a wrong index, a stale row or an overwritten entry shows as another token.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ class HashModel:
         query_lens = torch.tensor(batch.query_lens)
         sums = _splitmix64((batch.positions << 32) + batch.input_ids).cumsum(0)
         last = query_lens.cumsum(0) - 1
-        sums_before = torch.cat([sums.new_zeros(1), sums[last[:-1]]])  # what the cumsum carried over from other sequences
+        sums_before = torch.cat(
+            [sums.new_zeros(1), sums[last[:-1]]]
+        )  # what the cumsum carried over from other sequences
         offsets = _hash_before(batch, kv, query_lens) - sums_before
         hashes = sums + torch.repeat_interleave(offsets, query_lens, output_size=len(sums))
         kv.index_copy_(0, batch.kv_index, hashes)

@@ -12,7 +12,9 @@ FIRST_CHARACTER = 0x4E00  # id i is written as the character of this code point 
 _LAST_CHARACTER = 0xD7FF  # what follows are surrogates, which no text can hold
 
 
-def make_hash_checkpoint(path: Path, *, vocab_size: int = 1024, eos_token_id: int = 2, max_position: int = 4096) -> Path:
+def make_hash_checkpoint(
+    path: Path, *, vocab_size: int = 1024, eos_token_id: int = 2, max_position: int = 4096
+) -> Path:
     """A folder for the test-only model. Text and ids map one to one: see `hash_text`."""
     assert vocab_size <= _LAST_CHARACTER - FIRST_CHARACTER + 1
     path.mkdir(parents=True, exist_ok=True)
