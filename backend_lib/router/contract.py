@@ -49,9 +49,7 @@ def parse_request(
         RequestError: names the field, its value and what is allowed.
     """
     text = _prompt(tensors)
-    values = {
-        name: _parse(FIELDS[name], raw, vocab_size) for name, raw in _given_values(tensors, parameters).items()
-    }
+    values = {name: _parse(FIELDS[name], raw, vocab_size) for name, raw in _given_values(tensors, parameters).items()}
     return GenerationRequest(
         request_id=request_id,
         text=text,
