@@ -6,7 +6,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# Triton listens on every interface unless told otherwise; a laptop or a shared machine should not offer its model to all.
+# Triton listens on every interface unless told otherwise; a laptop or a shared machine should not.
 _DEFAULTS = {
     "http-address": "127.0.0.1",
     "grpc-address": "127.0.0.1",
@@ -75,20 +75,32 @@ class ServerFlags:
         """Whether the `http`, `grpc` or `metrics` endpoint is on."""
         return (self._given(f"allow-{name}") or "true").lower() not in _OFF
 
+    def load(self, model: str) -> list[str]:
+        """The flag that loads `model` where the server would wait to be told; empty where it loads by itself."""
+        explicit = self._given("model-control-mode") == "explicit"
+        return [f"--load-model={model}"] if explicit and not {model, "*"} & set(self._all_given("load-model")) else []
+
     def value(self, name: str) -> str:
         return self._given(name) or _DEFAULTS[name]
 
     def _endpoint(self, name: str) -> Endpoint:
-        return Endpoint(name, self.value(f"{name}-address"), int(self.value(f"{name}-port")))
+        port = self.value(f"{name}-port")
+        if not port.isdecimal():
+            raise ValueError(f"--{name}-port is '{port}'; expected a number")
+        return Endpoint(name, self.value(f"{name}-address"), int(port))
 
     def _given(self, name: str) -> str | None:
-        """The user's value of a flag, written `--name=value` or `--name value`; the last one counts."""
-        found = None
-        for flag, following in zip(self.user, (*self.user[1:], ""), strict=True):
+        """The user's value of a flag; the last one counts."""
+        return (self._all_given(name) or [None])[-1]
+
+    def _all_given(self, name: str) -> list[str]:
+        """All values of a flag, written `--name=value` or `--name value`."""
+        found = []
+        for flag, following in zip(self.user, (*self.user[1:], ""), strict=False):
             if flag.startswith(f"--{name}="):
-                found = flag.partition("=")[2]
+                found.append(flag.partition("=")[2])
             elif flag == f"--{name}":
-                found = following
+                found.append(following)
         return found
 
 

@@ -17,9 +17,9 @@ from typing import IO, Any
 from urllib.error import URLError
 from urllib.request import Request, urlopen
 
-from .flags import ServerFlags
-from .repository import link_repository
-from .server import STUB_NAME, TritonServer
+from backend_lib.cli.flags import ServerFlags
+from backend_lib.cli.repository import link_repository
+from backend_lib.cli.server import STUB_NAME, TritonServer
 
 _PR_SET_PDEATHSIG = 1
 _SHM = Path("/dev/shm")
@@ -95,10 +95,14 @@ class ServerProcess:
         folder = f"/{self.plan.model}/".encode()
         return [pid for pid in _children(self.pid) if STUB_NAME.encode() in (line := _command(pid)) and folder in line]
 
+    def terminate(self) -> None:
+        """Ask the server to unload its models and exit; returns at once."""
+        self._popen.terminate()
+
     def end(self) -> int:
         """Ask the server to unload and exit, kill what is left after its own time limit, and return its exit code."""
         if self.exit_code() is None:
-            self._popen.terminate()
+            self.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._popen.wait(self.plan.flags.exit_timeout + 5)
         return self.kill()
@@ -120,7 +124,8 @@ class ServerProcess:
         private = [f"--backend-directory={run / 'backends'}"] if plan.server.private_backends else []
         # A prefix of its own, so that what a killed server leaves in shared memory can be told from other servers'.
         prefix = f"--backend-config=python,shm-region-prefix-name={self.shm_prefix}"
-        return [f"--model-repository={run / 'models'}", *private, prefix, *plan.flags.arguments]
+        load = plan.flags.load(plan.model)
+        return [f"--model-repository={run / 'models'}", *private, prefix, *plan.flags.arguments, *load]
 
 
 @contextlib.contextmanager

@@ -53,7 +53,7 @@ def write_parameters(config: str, values: Mapping[str, str]) -> str:
 
 
 def link_repository(source: Path, target: Path, *, rename: tuple[str, str], settings: Mapping[str, str]) -> None:
-    """Fill `target` with links to the models of `source`; the one called `rename[0]` becomes `rename[1]` with `settings`.
+    """Fill `target` with links to the models of `source`; model `rename[0]` becomes `rename[1]`, with `settings`.
 
     Raises:
         FileNotFoundError: the model to rename is not in `source`.

@@ -108,8 +108,6 @@ def running_server(
     if model is not None:
         values["model"] = str(model)
     flags = [f"--model-control-mode={repository_mode}", "--log-info=1", *extra_flags]
-    if repository_mode == "explicit":
-        flags.append(f"--load-model={name}")
     with contextlib.ExitStack() as stack:
         yield _start_with_retry(stack, repository or shipped_repository(), name, values, flags, timeout)
 

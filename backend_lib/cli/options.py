@@ -1,0 +1,79 @@
+"""What the user asked for on the command line, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from backend_lib.cli.flags import ServerFlags
+from backend_lib.cli.process import ServePlan
+from backend_lib.cli.repository import SHIPPED_MODEL, read_parameters, shipped_repository
+from backend_lib.cli.server import find_server
+from backend_lib.config import Settings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options that `serve` and `doctor` share. `assignments` are the `key=value` texts of --set."""
+
+    model: str | None = None
+    assignments: Sequence[str] = ()
+    name: str | None = None
+    tritonserver: Path | None = None
+    model_repository: Path | None = None
+    flags: tuple[str, ...] = ()
+
+    @property
+    def source(self) -> Path:
+        """The repository that is served."""
+        return self.model_repository or shipped_repository()
+
+    @property
+    def source_model(self) -> str:
+        """The folder that settings are written for. In a repository of the user's own, --name says which it is."""
+        return self.name if self.model_repository and self.name else SHIPPED_MODEL
+
+    def settings(self) -> dict[str, str]:
+        """The settings to write into config.pbtxt.
+
+        Raises:
+            ValueError: names the setting, its value and what is allowed.
+        """
+        values = dict(_split(text) for text in self.assignments)
+        if self.model is not None:
+            values["model"] = self.model
+        if "model" in values:
+            values["model"] = _absolute(values["model"])
+        Settings.from_parameters(values)
+        return values
+
+    def effective_settings(self) -> Settings:
+        """The settings as the router will read them: config.pbtxt with the user's written in."""
+        config = (self.source / self.source_model / "config.pbtxt").read_text()
+        return Settings.from_parameters(read_parameters(config) | self.settings())
+
+    def plan(self) -> ServePlan:
+        """Raises ValueError or FileNotFoundError that says what is wrong or missing."""
+        settings = self.settings()
+        return ServePlan(
+            server=find_server(self.tritonserver),
+            source=self.source,
+            source_model=self.source_model,
+            model=self.name or SHIPPED_MODEL,
+            settings=settings,
+            flags=ServerFlags(self.flags),
+        )
+
+
+def _split(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise ValueError(f"--set {text}: expected key=value")
+    return key.strip(), value
+
+
+def _absolute(model: str) -> str:
+    """A path as the router can use it from another folder; a hub id stays as it is."""
+    path = Path(model).expanduser()
+    return str(path.resolve()) if path.exists() else model

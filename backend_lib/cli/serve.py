@@ -1,0 +1,120 @@
+"""`tandem serve`: start tritonserver on a model, say when it is ready, and end with it."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from backend_lib.cli.flags import check_ports
+from backend_lib.cli.options import Options
+from backend_lib.cli.process import ServePlan, ServerProcess, started
+from backend_lib.cli.watch import Watch
+
+STUB_DIED = 1
+_READY_POLL_S = 0.1
+# How often to look for a stub that a model load over the repository API has started.
+_RESCAN_S = 5.0
+
+
+def serve(options: Options) -> int:
+    """Serve until a signal or the server's end. Returns the exit code.
+
+    Raises:
+        ValueError, FileNotFoundError: the server can't be started as asked; the text says why.
+    """
+    plan = options.plan()
+    if not plan.flags.allows("http"):
+        raise ValueError("tandem serve asks the server over HTTP whether the model is ready; leave --allow-http on")
+    check_ports(plan.flags.endpoints)
+    with Watch() as watch, started(plan) as process:
+        watch.add(process.pid)
+        code = _wait_ready(process, watch)
+        return code if code is not None else _run(process, watch)
+
+
+def _wait_ready(process: ServerProcess, watch: Watch) -> int | None:
+    """None when the model is ready; an exit code when the server or the user ended it before that."""
+    progress = _Progress(process.plan)
+    while not process.is_ready():
+        progress.show()
+        event = watch.wait(_READY_POLL_S)
+        if event.signal:
+            progress.close()
+            return _end(process, watch)
+        if event.ended == process.pid:
+            progress.close()
+            code = process.kill()
+            _say(f"tritonserver ended with code {code} before the model was ready; its messages are above")
+            return code or 1
+    progress.close()
+    _say(f"{process.plan.model} is ready after {progress.seconds:.1f} s; Ctrl-C ends it. Try:")
+    print(_example(process), flush=True)
+    return None
+
+
+def _run(process: ServerProcess, watch: Watch) -> int:
+    """Watch a server that is ready until something ends it."""
+    while True:
+        stubs = process.stubs()
+        if not stubs and process.exit_code() is None and process.is_loaded():
+            # Triton neither restarts the stub nor calls itself unhealthy, and would wait for it on a polite exit.
+            _say(f"the Python backend's process for {process.plan.model} died; ending the server")
+            process.kill()
+            return STUB_DIED
+        for pid in stubs:
+            watch.add(pid)
+        event = watch.wait(_RESCAN_S)
+        if event.signal:
+            return _end(process, watch)
+        if event.ended == process.pid:
+            code = process.kill()
+            _say(f"tritonserver ended with code {code}")
+            return code
+
+
+def _end(process: ServerProcess, watch: Watch) -> int:
+    """End the server on the user's wish: politely within its own time limit, at once on a second signal."""
+    limit = process.plan.flags.exit_timeout
+    _say(f"ending, within {limit:.0f} s; once more ends it at once")
+    process.terminate()
+    deadline = time.monotonic() + limit + 5
+    while time.monotonic() < deadline:
+        event = watch.wait(deadline - time.monotonic())
+        if event.signal or event.ended == process.pid:
+            break
+    return process.kill()
+
+
+class _Progress:
+    """Seconds since the start: rewritten in place on a terminal, a line every five seconds elsewhere."""
+
+    def __init__(self, plan: ServePlan) -> None:
+        self._start = time.monotonic()
+        self._next = 0.0
+        self._text = f"loading {plan.model} with {plan.server.binary}"
+        self._terminal = sys.stderr.isatty()
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._start
+
+    def show(self) -> None:
+        if self.seconds < self._next:
+            return
+        self._next += 1.0 if self._terminal else 5.0
+        start, end = ("\r", "") if self._terminal else ("", "\n")
+        print(f"{start}tandem: {self._text} … {self.seconds:.0f} s", end=end, file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        if self._terminal:
+            print(file=sys.stderr)
+
+
+def _say(text: str) -> None:
+    print(f"tandem: {text}", file=sys.stderr, flush=True)
+
+
+def _example(process: ServerProcess) -> str:
+    """One line to paste."""
+    body = '{"text_input": "The capital of France is", "stream": true, "max_tokens": 16}'
+    return f"curl -N {process.url}/v2/models/{process.plan.model}/generate_stream -d '{body}'"
