@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from gguf import GGUFReader
+from tokenizers import Tokenizer
 
 from backend_lib.checkpoint.checkpoint import Checkpoint, Weights
 from backend_lib.checkpoint.decoder_config import DecoderConfig, RopeScaling
@@ -20,7 +21,7 @@ _END_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "toke
 class _Reader(GGUFReader):
     """The package's reader over a plain array: slicing a memmap a hundred thousand times takes a second longer."""
 
-    @property
+    @property  # type: ignore[override]
     def data(self) -> np.ndarray:
         return self._data
 
@@ -33,7 +34,6 @@ def read_gguf(path: Path) -> Checkpoint:
     """Raises ValueError naming the file and what in it is damaged or not supported."""
     reader = _open(path)
     fields = Fields({name: _value(field) for name, field in reader.fields.items()}, str(path))
-    tokens = fields.values.get("tokenizer.ggml.tokens")
     config = _config(fields, reader)
     try:
         tokenizer = build_tokenizer(fields)
@@ -45,8 +45,8 @@ def read_gguf(path: Path) -> Checkpoint:
         tokenizer=tokenizer,
         eos_token_ids=_eos_token_ids(fields, config.vocab_size),
         chat_template=fields.text("tokenizer.chat_template", "") or None,
-        bos_token=_token_text(fields, "tokenizer.ggml.bos_token_id", tokens),
-        eos_token=_token_text(fields, "tokenizer.ggml.eos_token_id", tokens),
+        bos_token=_token_text(fields, "tokenizer.ggml.bos_token_id", tokenizer),
+        eos_token=_token_text(fields, "tokenizer.ggml.eos_token_id", tokenizer),
         weights=Weights(gguf=reader),
     )
 
@@ -68,9 +68,9 @@ def _eos_token_ids(fields: Fields, vocab_size: int) -> tuple[int, ...]:
     return tuple(i for i in ids if i < vocab_size)  # converters write -1 as 2**32 - 1 for "none"
 
 
-def _token_text(fields: Fields, key: str, tokens: list[str]) -> str:
+def _token_text(fields: Fields, key: str, tokenizer: Tokenizer) -> str:
     ids = fields.token_ids(key)
-    return tokens[ids[0]] if ids and ids[0] < len(tokens) else ""
+    return (tokenizer.id_to_token(ids[0]) or "") if ids else ""
 
 
 def _config(fields: Fields, reader: GGUFReader) -> DecoderConfig:

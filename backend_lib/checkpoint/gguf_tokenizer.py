@@ -75,11 +75,16 @@ def _strings(fields: Fields, key: str) -> list[str]:
 
 
 def _bpe(fields: Fields, tokens: list[str], *, ignore_merges: bool) -> BPE:
-    merges = [tuple(merge.split(" ", 1)) for merge in _strings(fields, "tokenizer.ggml.merges")]
+    merges = [_pair(merge) for merge in _strings(fields, "tokenizer.ggml.merges")]
     try:
         return BPE({token: i for i, token in enumerate(tokens)}, merges, ignore_merges=ignore_merges)
     except Exception as error:  # `tokenizers` raises nothing narrower
         raise ValueError(f"{fields.source}: 'tokenizer.ggml.merges' do not fit the tokens: {error}") from None
+
+
+def _pair(merge: str) -> tuple[str, str]:
+    left, _, right = merge.partition(" ")
+    return left, right
 
 
 def _add_special_tokens(tokenizer: Tokenizer, fields: Fields, tokens: list[str]) -> None:

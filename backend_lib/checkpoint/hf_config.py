@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from backend_lib.checkpoint.decoder_config import DecoderConfig, HashConfig, RopeScaling
 from backend_lib.checkpoint.fields import Fields
-
-_READERS = {
-    "LlamaForCausalLM": lambda fields: _llama(fields),
-    "TandemHashModel": lambda fields: _hash(fields),
-}
 
 
 def read_config(fields: Fields) -> DecoderConfig | HashConfig:
     """Raises ValueError naming what is missing or not supported, the architecture first."""
     architectures = fields.values.get("architectures")
-    if not isinstance(architectures, list) or not architectures or architectures[0] not in _READERS:
+    read = _READERS.get(str(architectures[0])) if isinstance(architectures, list) and architectures else None
+    if read is None:
         raise fields.error("architectures", ", ".join(f"['{name}']" for name in _READERS))
     if fields.values.get("quantization_config") is not None:
         method = fields.nested("quantization_config").values.get("quant_method")
         raise ValueError(f"{fields.source}: weights quantised by '{method}' are not supported")
     try:
-        return _READERS[architectures[0]](fields)
+        return read(fields)
     except ValueError as error:
         raise error if fields.source in str(error) else ValueError(f"{fields.source}: {error}") from None
 
@@ -83,3 +81,9 @@ def _rope_scaling(rope: Fields) -> RopeScaling | None:
             original_max_position=rope.whole("original_max_position_embeddings"),
         )
     raise rope.error(key, "'default', 'linear', 'llama3'")
+
+
+_READERS: dict[str, Callable[[Fields], DecoderConfig | HashConfig]] = {
+    "LlamaForCausalLM": _llama,
+    "TandemHashModel": _hash,
+}

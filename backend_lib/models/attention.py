@@ -17,14 +17,14 @@ class Span(NamedTuple):
 
     Attributes:
         start, end: its tokens among the step's T.
-        index: int32 [n], where its keys and values lie in the pool.
+        kv_index: int32 [n], where its keys and values lie in the pool.
         mask: bool [q, n], True where a query may look, or None where no mask is needed: a lone query looks at all of
             the n, and a prompt computed in one go is plainly causal.
     """
 
     start: int
     end: int
-    index: torch.Tensor
+    kv_index: torch.Tensor
     mask: torch.Tensor | None
 
 
@@ -59,8 +59,10 @@ def attend(query: torch.Tensor, pool: torch.Tensor, spans: list[Span]) -> torch.
 
 def _attend_one(query: torch.Tensor, flat: torch.Tensor, shape: torch.Size, span: Span) -> torch.Tensor:
     _, _, kv_heads, head_dim = shape
-    query_len, kv_len = span.end - span.start, len(span.index)
-    key, value = flat.index_select(0, span.index).view(kv_len, 2, kv_heads, head_dim).permute(1, 2, 0, 3)  # [K, n, D]
+    query_len, kv_len = span.end - span.start, len(span.kv_index)
+    key, value = (
+        flat.index_select(0, span.kv_index).view(kv_len, 2, kv_heads, head_dim).permute(1, 2, 0, 3)
+    )  # [K, n, D]
     if query_len == 1:
         # The group as query length: the heads that share a key-value head read it once.
         out = F.scaled_dot_product_attention(query.view(1, kv_heads, -1, head_dim), key[None], value[None])

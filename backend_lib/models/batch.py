@@ -19,7 +19,7 @@ class ForwardBatch:
         input_ids: int64 [T].
         positions: int64 [T], each token's place in its sequence.
         kv_index: int64 [T], where in the KV pool each token's key and value are written.
-        kv_table: int32 [R + 1, P], row × position → index in the KV pool. Already holds this step's indices.
+        kv_table: int32 [R + 1, P], row and position → index in the KV pool. Already holds this step's indices.
         rows: int, one per sequence (S), the sequence's row of `kv_table`.
         query_lens: int, one per sequence (S), its tokens in this step. They sum to T.
         kv_lens: int, one per sequence (S), tokens it holds once this step's are written. At least query_len.

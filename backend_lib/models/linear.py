@@ -36,7 +36,11 @@ class Fp16Linear:
         return torch.ops.quantized.linear_dynamic_fp16(x, self.packed)
 
 
-_FORMATS = {"fp32": Fp32Linear, "fp16": Fp16Linear, "auto": Fp16Linear}
+_FORMATS: dict[str, Callable[[torch.Tensor, torch.Tensor | None], Linear]] = {
+    "fp32": Fp32Linear,
+    "fp16": Fp16Linear,
+    "auto": Fp16Linear,
+}
 
 
 def make_linear(weight: torch.Tensor, bias: torch.Tensor | None, weights: str) -> Linear:
