@@ -1,0 +1,99 @@
+"""The Triton model. It turns Triton's objects into the router's and back, and does nothing else."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from typing import Any
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+from backend_lib.config import Settings
+from backend_lib.router.reply import ErrorKind, Reply
+from backend_lib.router.router import Inbound, Router
+
+log = logging.getLogger("tandem")
+
+_FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+_STATUS = {kind: getattr(pb_utils.TritonError, kind.value) for kind in ErrorKind}
+
+
+class TritonPythonModel:
+    """What Triton's Python backend calls: `initialize` once, `execute` per request, `finalize` at unload."""
+
+    def initialize(self, args: dict[str, str]) -> None:
+        logging.basicConfig(level=logging.INFO, format="tandem router: %(message)s", stream=sys.stderr)
+        config = json.loads(args["model_config"])
+        try:
+            _check_instances(config)
+            parameters = {key: value["string_value"] for key, value in config.get("parameters", {}).items()}
+            self._router = Router(Settings.from_parameters(parameters))
+        except (ValueError, RuntimeError, OSError) as error:
+            raise pb_utils.TritonModelException(str(error)) from error
+
+    def execute(self, requests: list[Any]) -> None:
+        """Decoupled: every answer goes through a request's sender, so there is nothing to return."""
+        for request in requests:
+            sender = TritonSender(request.get_response_sender())
+            try:
+                inbound = _inbound(request, sender)
+            except Exception as error:  # whatever Triton cannot decode: this request's fault, not the batch's
+                sender.fail(ErrorKind.INVALID_ARG, f"the request cannot be read: {error}")
+            else:
+                self._router.submit(inbound)
+
+    def finalize(self) -> None:
+        self._router.close()
+
+
+class TritonSender:
+    """One request's response sender."""
+
+    def __init__(self, sender: Any) -> None:
+        self._sender = sender
+
+    def send(self, reply: Reply) -> None:
+        self._sender.send(pb_utils.InferenceResponse(_tensors(reply)), flags=_FINAL if reply.finish else 0)
+
+    def fail(self, kind: ErrorKind, message: str) -> None:
+        error = pb_utils.TritonError(message, _STATUS[kind])
+        self._sender.send(pb_utils.InferenceResponse(error=error), flags=_FINAL)
+
+    def is_cancelled(self) -> bool:
+        return self._sender.is_cancelled()
+
+
+def _inbound(request: Any, sender: TritonSender) -> Inbound:
+    # The arrays lie in Triton's shared memory only until the request is released.
+    tensors = {tensor.name(): np.array(tensor.as_numpy()) for tensor in request.inputs()}
+    return Inbound(
+        tensors=tensors,
+        parameters=json.loads(request.parameters() or "{}"),
+        request_id=request.request_id(),
+        timeout_us=request.timeout(),
+        sender=sender,
+    )
+
+
+def _tensors(reply: Reply) -> list[Any]:
+    """The response's outputs. Those that only some clients want are there when they asked for them."""
+    tensors = [pb_utils.Tensor("text_output", np.array([reply.text.encode()], dtype=np.object_))]
+    if reply.output.finish_reason:
+        tensors.append(pb_utils.Tensor("finish_reason", np.array([reply.finish.text.encode()], dtype=np.object_)))
+    if reply.output.num_input_tokens:
+        tensors.append(pb_utils.Tensor("num_input_tokens", np.array([reply.num_input_tokens], dtype=np.uint32)))
+    if reply.output.num_output_tokens:
+        tensors.append(pb_utils.Tensor("num_output_tokens", np.array([reply.num_tokens], dtype=np.uint32)))
+    return tensors
+
+
+def _check_instances(config: dict[str, Any]) -> None:
+    """One router owns the arena and starts the workers, so a second instance would be a second server."""
+    groups = config.get("instance_group", [])
+    if len(groups) != 1 or groups[0].get("kind") != "KIND_CPU" or groups[0].get("count", 1) != 1:
+        raise ValueError(
+            f"instance_group is {json.dumps(groups)}; allowed is [ {{ kind: KIND_CPU, count: 1 }} ]: the one router "
+            "runs on the CPU and starts the workers itself, as many as tensor_parallel and data_parallel say"
+        )

@@ -1,0 +1,48 @@
+"""What the router says to a client, and the one way to say it."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import NamedTuple, Protocol
+
+from backend_lib.request import FinishReason, OutputOptions
+
+
+class ErrorKind(Enum):
+    """The kinds of error a client can tell apart; Triton has a status code for each."""
+
+    INVALID_ARG = "INVALID_ARG"
+    UNAVAILABLE = "UNAVAILABLE"
+    CANCELLED = "CANCELLED"
+    INTERNAL = "INTERNAL"
+
+
+class Reply(NamedTuple):
+    """One response: the text and tokens since the last one. `finish` is NONE unless it is the last."""
+
+    text: str
+    num_tokens: int
+    finish: FinishReason
+    num_input_tokens: int
+    output: OutputOptions
+
+
+class Verdict(NamedTuple):
+    """The router's own end of a sequence. `error` None means that the client is sent a normal last response."""
+
+    finish: FinishReason
+    error: ErrorKind | None = None
+    words: str = ""
+
+
+class Sender(Protocol):
+    """A client that waits for responses. After a final one no other may be sent."""
+
+    def send(self, reply: Reply) -> None:
+        """Send a response; the last one says so itself."""
+
+    def fail(self, kind: ErrorKind, message: str) -> None:
+        """Send an error as the last response."""
+
+    def is_cancelled(self) -> bool:
+        """Whether the client has gone or called it off. May be slow."""

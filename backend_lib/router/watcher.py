@@ -1,0 +1,71 @@
+"""Looks for clients that have gone and deadlines that have passed."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from backend_lib.request import FinishReason
+from backend_lib.router.reply import ErrorKind, Verdict
+from backend_lib.router.stream import Stream
+
+# Asking costs a round trip through Triton (about 0.1 ms), so a sweep takes its time when there are many to ask.
+MIN_PERIOD = 0.04
+PERIOD_PER_STREAM = 0.00025
+
+
+class Watcher:
+    """Asks each live stream in turn and calls `on_verdict(stream)` for those that are over. Sleeps when none is live."""
+
+    def __init__(self, on_verdict: Callable[[Stream], None]) -> None:
+        self._on_verdict = on_verdict
+        self._streams: set[Stream] = set()
+        self._changed = threading.Condition()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="tandem-watcher", daemon=True)
+        self._thread.start()
+
+    def add(self, stream: Stream) -> None:
+        with self._changed:
+            self._streams.add(stream)
+            self._changed.notify()
+
+    def discard(self, stream: Stream) -> None:
+        with self._changed:
+            self._streams.discard(stream)
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (streams := self._wait()) is not None:
+            started = time.monotonic()
+            for stream in streams:
+                self._look_at(stream)
+            period = max(MIN_PERIOD, len(streams) * PERIOD_PER_STREAM)
+            time.sleep(max(0.0, period - (time.monotonic() - started)))
+
+    def _wait(self) -> list[Stream] | None:
+        """The live streams, once there are any; None when closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._streams or self._closed)
+            return None if self._closed else list(self._streams)
+
+    def _look_at(self, stream: Stream) -> None:
+        if stream.answered:
+            return
+        verdict = self._verdict(stream)
+        if verdict and stream.decide(verdict):
+            self._on_verdict(stream)
+
+    def _verdict(self, stream: Stream) -> Verdict | None:
+        if stream.deadline is not None and time.monotonic() > stream.deadline:
+            words = f"the request's timeout of {stream.request.timeout_us} us has passed"
+            return Verdict(FinishReason.DEADLINE, ErrorKind.UNAVAILABLE, words)
+        if stream.sender.is_cancelled():
+            return Verdict(FinishReason.CANCELLED, ErrorKind.CANCELLED, "the request was cancelled")
+        return None

@@ -1,0 +1,73 @@
+"""One worker as an operating-system process."""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from backend_lib.arena import Arena
+from backend_lib.router.group import Group
+
+_ROOT = Path(__file__).resolve().parents[2]  # where backend_lib and kernels are imported from
+
+
+class WorkerProcess:
+    """Started by the thread that will live as long as the worker may: the kernel kills the worker with that thread.
+
+    The worker has a session of its own, so that Ctrl-C in a terminal reaches Triton first.
+    """
+
+    def __init__(self, arena: Arena, group: Group, *, rank: int) -> None:
+        fds = {"arena": arena.fd, "commands": group.commands.fd, "replies": group.replies.fd}
+        numbers = {"group": group.index, "rank": rank, "epoch": arena.epoch(group.index), "parent": os.getpid()}
+        arguments = [f"--{name}={value}" for name, value in (fds | numbers).items()]
+        self._process = subprocess.Popen(
+            [python_executable(), "-m", "backend_lib.worker", *arguments],
+            pass_fds=list(fds.values()), start_new_session=True, stdin=subprocess.DEVNULL, env=_environment(),
+        )  # fmt: skip
+        self.pid = self._process.pid
+        self._pidfd = os.pidfd_open(self.pid)
+
+    def wait(self, stop_fd: int, timeout: float | None = None) -> bool:
+        """Wait until the worker has ended, `stop_fd` is readable, or time is up; whether the worker has ended."""
+        poll = select.poll()
+        poll.register(self._pidfd, select.POLLIN)
+        poll.register(stop_fd, select.POLLIN)
+        poll.poll(None if timeout is None else timeout * 1000)
+        return self._process.poll() is not None
+
+    def kill(self) -> None:
+        """End it now and wait: afterwards nobody but the router touches the arena."""
+        self._process.kill()
+        self._process.wait()
+        os.close(self._pidfd)
+
+    @property
+    def end(self) -> str:
+        """How it ended, in words."""
+        code = self._process.returncode
+        if code is not None and code < 0:
+            return f"was killed by {signal.Signals(-code).name}"
+        return f"ended with status {code}"
+
+
+def python_executable() -> str:
+    """The interpreter of this environment. Inside Triton's stub `sys.executable` can be empty or another Python."""
+    name = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    for candidate in (Path(sys.prefix, "bin", name), Path(sys.prefix, "bin", "python3"), Path(sys.executable or "/")):
+        if candidate.is_file():
+            return str(candidate)
+    found = shutil.which(name) or shutil.which("python3")
+    if found is None:
+        raise FileNotFoundError(f"no {name} in {sys.prefix}/bin or on PATH to start a worker with")
+    return found
+
+
+def _environment() -> dict[str, str]:
+    path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
+    return os.environ | {"PYTHONPATH": path}
