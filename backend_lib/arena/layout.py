@@ -36,8 +36,10 @@ SLOT = np.dtype(
             *("published", "cumulative_logprob", "first_scheduled_ns", "first_token_ns", "last_token_ns"),
             *("cached_tokens", "error"),
         ],
-        "formats": [*(["u8"] * 5), "f8", "f8", *(["u8"] * 4), *(["u4"] * 6), "i4", *(["u4"] * 5)]
-        + ["u8", "f8", "u8", "u8", "u8", "u4", "S212"],
+        "formats": [
+            *(*(["u8"] * 5), "f8", "f8", *(["u8"] * 4), *(["u4"] * 6), "i4", *(["u4"] * 5)),
+            *("u8", "f8", "u8", "u8", "u8", "u4", "S212"),
+        ],
         "offsets": [*range(0, 88, 8), *range(88, 136, 4), *range(256, 296, 8), 296, 300],
         "itemsize": 512,
     }

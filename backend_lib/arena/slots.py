@@ -1,8 +1,8 @@
 """Slots: one record per sequence, with all that is needed to compute it, or to compute it again.
 
 The router writes a slot's half before it posts ADMIT and never changes it while a worker may read it, but for
-`client_finish`. Rank 0 writes the other half. What rank 0 has produced is published in one word, so that the length, the
-reason and the release are always read together.
+`client_finish`. Rank 0 writes the other half. What rank 0 has produced is published in one word, so that the length,
+the reason and the release are always read together.
 """
 
 from __future__ import annotations
