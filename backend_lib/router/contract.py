@@ -22,8 +22,9 @@ _JSON = "sampling_parameters"
 # Below this a draw is greedy in all but name, and dividing logits by it overflows in float32. vLLM's bound.
 _GREEDY_BELOW = 1e-5
 
-_shorten = reprlib.Repr()
-_shorten.maxstring = _shorten.maxother = _shorten.maxlong = 80
+_MAX_SHOWN = 80
+_repr = reprlib.Repr()
+_repr.maxstring = _repr.maxlong = _MAX_SHOWN
 
 
 class RequestError(ValueError):
@@ -154,11 +155,17 @@ def _attributes(values: Mapping[str, Any], noun: type) -> dict[str, Any]:
 
 
 def _refuse(name: str, value: Any, allowed: str) -> NoReturn:
-    raise RequestError(f"'{name}' is {_shorten.repr(value)}; {allowed}")
+    raise RequestError(f"'{name}' is {_show(value)}; {allowed}")
+
+
+def _show(value: Any) -> str:
+    """The value as Python writes it, cut short however long or deep it is, and without what UTF-8 cannot hold."""
+    shown = _repr.repr(value)
+    return shown if len(shown) <= _MAX_SHOWN else f"{shown[: _MAX_SHOWN - 3]}..."
 
 
 def _unknown_field(key: str) -> str:
     close = difflib.get_close_matches(key[:80], FIELDS, n=1)
     hint = f" (did you mean '{close[0]}'?)" if close else ""
     allowed = ", ".join(name for name, field in FIELDS.items() if field.is_supported)
-    return f"unknown field {_shorten.repr(key)}{hint}; allowed are {allowed}"
+    return f"unknown field {_show(key)}{hint}; allowed are {allowed}"
