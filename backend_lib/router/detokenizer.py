@@ -71,9 +71,9 @@ class Detokenizer:
     def _slide(self, text: str) -> None:
         """Forget the window's oldest tokens.
 
-        What stays must decode to the end of the text as it stood, or it begins inside a character; and to more than
-        what is held back, or a decoder that strips the first space would strip the next word's. _KEEP tokens of at
-        least a byte each fix a UTF-8 decoder's state, which depends on three bytes.
+        What stays must decode to the end of the text as it stood, or it begins inside a character. And to more than
+        what is held back: so every byte that may be open stays, and a decoder that strips the first space of a text
+        has had its way before the next token comes.
         """
         self._window = [token_id for token_id in self._window if self._has_text(token_id)]
         held = len(text) - self._given

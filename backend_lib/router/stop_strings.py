@@ -21,7 +21,7 @@ class StopMatcher:
 
         With `may_match` false no match ends in this piece, yet one may begin in it.
         """
-        if not text or not self._stop:
+        if not self._held and self._first.isdisjoint(text):
             return text, False
         seen, buffer = len(self._held), self._held + text
         match = self._match(buffer, seen) if may_match else None

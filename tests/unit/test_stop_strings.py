@@ -99,6 +99,12 @@ def test_a_piece_that_may_not_match_still_begins_one():
     assert matcher.push("c") == ("", True)
 
 
+def test_a_whole_stop_string_that_may_not_match_is_not_held():
+    matcher = StopMatcher(("ab",))
+    assert matcher.push("ab", may_match=False) == ("ab", False)
+    assert matcher.push("ab") == ("", True)
+
+
 def test_many_long_stop_strings_are_cheap():
     """Worst case for the beginnings: 64 stop strings of 1,024 characters that all almost match."""
     matcher = StopMatcher(tuple("a" * 1022 + chr(200 + i) + "b" for i in range(64)))
