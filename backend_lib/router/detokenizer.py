@@ -84,5 +84,5 @@ class Detokenizer:
                 return
 
     def _has_text(self, token_id: int) -> bool:
-        """Whether the decoder sees the token; special and unknown ones it does not. Twice: one space may be stripped."""
+        """Whether the decoder sees it; special and unknown tokens it does not. Twice: one space may be stripped."""
         return bool(self._decode([token_id, token_id]))
