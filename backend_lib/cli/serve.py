@@ -13,7 +13,7 @@ from backend_lib.cli.watch import Watch
 STUB_DIED = 1
 _READY_POLL_S = 0.1
 # How often to look for a stub that a model load over the repository API has started.
-_RESCAN_S = 5.0
+_RESCAN_S = 1.0
 
 
 def serve(options: Options) -> int:

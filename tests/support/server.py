@@ -122,7 +122,7 @@ def _start_with_retry(
             source_model=SHIPPED_MODEL,
             model=name,
             settings=settings,
-            flags=ServerFlags((*_free_ports(), *flags)),
+            flags=ServerFlags((*free_ports(), *flags)),
         )
         attempted = stack.enter_context(contextlib.ExitStack())
         server = attempted.enter_context(_watched(plan))
@@ -164,7 +164,7 @@ def _descendants(pid: int) -> list[psutil.Process]:
         return []
 
 
-def _free_ports() -> list[str]:
+def free_ports() -> list[str]:
     """Flags with three ports that were free a moment ago."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(3)]

@@ -1,0 +1,90 @@
+"""The life of `tandem serve`: ready, then ended by a signal or by the death of what it watches; nothing may stay."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import requests
+
+from tests.support.echo import make_echo_repository
+from tests.support.serve import COMMAND, ROOT, tandem_serve
+from tests.support.server import free_ports
+
+
+@pytest.fixture
+def echo(tmp_path: Path) -> list[str]:
+    """The command that serves the echo model."""
+    return [*COMMAND, "--model-repository", str(make_echo_repository(tmp_path / "repository"))]
+
+
+def test_the_printed_line_streams_an_answer(tmp_path, echo):
+    with tandem_serve(tmp_path, command=echo) as served:
+        assert shlex.split(served.example)[0] == "curl"
+        assert served.post_example().rstrip().endswith('"text_output":"is"}')
+        assert "llm is ready after" in served.said()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_everything_politely(tmp_path, echo, number):
+    with tandem_serve(tmp_path, command=echo) as served:
+        # To the whole group, as a terminal does.
+        os.killpg(served.popen.pid, number)
+        assert served.wait_end(15) == 0
+    assert not list(tmp_path.glob("tandem-*"))
+
+
+def test_a_second_signal_ends_at_once(tmp_path, echo):
+    with tandem_serve(tmp_path, command=echo) as served:
+        served.popen.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+        served.popen.send_signal(signal.SIGINT)
+        assert served.wait_end(1) != 0
+
+
+def test_the_death_of_the_stub_ends_the_server_within_two_seconds(tmp_path, echo):
+    with tandem_serve(tmp_path, command=echo) as served:
+        os.kill(served.child("triton_python_backend_stub"), signal.SIGKILL)
+        assert served.wait_end(2) == 1
+        assert "process for llm died" in served.said()
+
+
+def test_the_servers_own_exit_code_is_passed_on(tmp_path, echo):
+    with tandem_serve(tmp_path, command=echo) as served:
+        os.kill(served.child("tritonserver"), signal.SIGKILL)
+        assert served.wait_end(2) == 128 + signal.SIGKILL
+
+
+def test_nothing_stays_when_the_command_itself_is_killed(tmp_path, echo):
+    with tandem_serve(tmp_path, command=echo) as served:
+        served.popen.kill()
+        _, alive = psutil.wait_procs(served.family, timeout=10)
+        assert not alive
+
+
+def test_a_model_that_fails_to_load_is_an_error(tmp_path, echo):
+    (tmp_path / "repository/llm/1/model.py").write_text("raise RuntimeError('no such weights')\n")
+    done = subprocess.run([*echo, "--", *free_ports()], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "no such weights" in done.stderr + done.stdout
+    assert "before the model was ready" in done.stderr
+
+
+def test_a_model_unloaded_on_purpose_is_no_death_and_one_loaded_again_is_watched(tmp_path, echo):
+    with tandem_serve(tmp_path, "--model-control-mode=explicit", command=echo) as served:
+        url = served.url.partition("/v2/")[0]
+        old = psutil.Process(served.child("triton_python_backend_stub"))
+        requests.post(f"{url}/v2/repository/models/llm/unload", json={}, timeout=10)
+        old.wait(10)
+        with pytest.raises(subprocess.TimeoutExpired):
+            served.popen.wait(0.5)
+        assert requests.post(f"{url}/v2/repository/models/llm/load", json={}, timeout=10).ok
+        served.family = psutil.Process(served.popen.pid).children(recursive=True)
+        os.kill(served.child("triton_python_backend_stub"), signal.SIGKILL)
+        assert served.wait_end(2) == 1
