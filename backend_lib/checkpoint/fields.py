@@ -4,9 +4,21 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+
+@contextmanager
+def source_named(source: str) -> Iterator[None]:
+    """Put `source` before the text of a ValueError that does not mention it."""
+    try:
+        yield
+    except ValueError as error:
+        if source in str(error):
+            raise
+        raise ValueError(f"{source}: {error}") from None
 
 
 class Fields:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from tokenizers import Tokenizer
 
 from backend_lib.checkpoint.checkpoint import Checkpoint, Weights
 from backend_lib.checkpoint.decoder_config import DecoderConfig, RopeScaling
-from backend_lib.checkpoint.fields import Fields
+from backend_lib.checkpoint.fields import Fields, source_named
 from backend_lib.checkpoint.gguf_tokenizer import build_tokenizer
 
 _END_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
@@ -32,15 +31,25 @@ class _Reader(GGUFReader):
 
 def read_gguf(path: Path) -> Checkpoint:
     """Raises ValueError naming the file and what in it is damaged or not supported."""
-    reader = _open(path)
-    fields = Fields({name: _value(field) for name, field in reader.fields.items()}, str(path))
-    config = _config(fields, reader)
+    with source_named(str(path)):
+        reader = _open(path)
+        fields = Fields({name: _value(field) for name, field in reader.fields.items()}, str(path))
+        return _checkpoint(path.stem, fields, reader)
+
+
+def _open(path: Path) -> GGUFReader:
     try:
-        tokenizer = build_tokenizer(fields)
-    except ValueError as error:
-        raise error if fields.source in str(error) else ValueError(f"{path}: {error}") from None
+        return _Reader(path)
+    except (ValueError, IndexError, KeyError, OverflowError, MemoryError) as error:
+        # A cut or garbled file makes the package index past its end, or decode what is no number, type or text.
+        raise ValueError(f"{path} is not a whole GGUF file: {error}") from None
+
+
+def _checkpoint(name: str, fields: Fields, reader: GGUFReader) -> Checkpoint:
+    config = _config(fields, reader)
+    tokenizer = build_tokenizer(fields)
     return Checkpoint(
-        name=path.stem,
+        name=name,
         config=config,
         tokenizer=tokenizer,
         eos_token_ids=_eos_token_ids(fields, config.vocab_size),
@@ -49,14 +58,6 @@ def read_gguf(path: Path) -> Checkpoint:
         eos_token=_token_text(fields, "tokenizer.ggml.eos_token_id", tokenizer),
         weights=Weights(gguf=reader),
     )
-
-
-def _open(path: Path) -> GGUFReader:
-    try:
-        return _Reader(path)
-    except (ValueError, IndexError, KeyError, OverflowError, MemoryError, struct.error) as error:
-        # A cut or garbled file makes the package index past its end, or decode what is no number, type or text.
-        raise ValueError(f"{path} is not a whole GGUF file: {error}") from None
 
 
 def _value(field: Any) -> Any:

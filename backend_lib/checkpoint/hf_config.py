@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from backend_lib.checkpoint.decoder_config import DecoderConfig, HashConfig, RopeScaling
-from backend_lib.checkpoint.fields import Fields
+from backend_lib.checkpoint.fields import Fields, source_named
 
 
 def read_config(fields: Fields) -> DecoderConfig | HashConfig:
@@ -17,10 +17,8 @@ def read_config(fields: Fields) -> DecoderConfig | HashConfig:
     if fields.values.get("quantization_config") is not None:
         method = fields.nested("quantization_config").values.get("quant_method")
         raise ValueError(f"{fields.source}: weights quantised by '{method}' are not supported")
-    try:
+    with source_named(fields.source):
         return read(fields)
-    except ValueError as error:
-        raise error if fields.source in str(error) else ValueError(f"{fields.source}: {error}") from None
 
 
 def _hash(fields: Fields) -> HashConfig:

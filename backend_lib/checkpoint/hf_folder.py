@@ -104,9 +104,7 @@ def _weights(folder: Path, config: DecoderConfig | HashConfig) -> Weights:
 
 def _shards(folder: Path) -> tuple[Path, ...]:
     index = Fields.from_json(folder / _INDEX)
-    names = set(index.nested("weight_map").values.values())
-    if not names or not all(isinstance(name, str) for name in names):
-        raise index.error("weight_map", "an object of tensor name to file name")
-    if any(Path(name).name != name for name in names):
-        raise index.error("weight_map", "file names in the same folder")
-    return tuple(_required(folder, name) for name in sorted(names))
+    names = list(index.nested("weight_map").values.values())
+    if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
+        raise index.error("weight_map", "an object of tensor name to the name of a file in the same folder")
+    return tuple(_required(folder, name) for name in sorted(set(names)))

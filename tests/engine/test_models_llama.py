@@ -126,9 +126,7 @@ def test_gguf_rotary_factors_are_llama3_scaling(tmp_path: Path, sequences) -> No
 @pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_0"])
 def test_gguf_quantisations_are_read(kind: str, tmp_path: Path) -> None:
     folder = make_tiny_llama(tmp_path / "folder")
-    file = make_tiny_gguf(
-        tmp_path / "tiny.gguf", gguf_tensors(folder), quantization=gguf.GGMLQuantizationType[kind]
-    )
+    file = make_tiny_gguf(tmp_path / "tiny.gguf", gguf_tensors(folder), quantization=gguf.GGMLQuantizationType[kind])
     ours, theirs = (logits_in_random_steps(load(path), [[1, 2, 3]])[0] for path in (file, folder))
     error = float((ours - theirs).norm() / theirs.norm())
     assert error < {"F16": 1e-3, "Q8_0": 3e-2, "Q4_0": 4e-1}[kind]

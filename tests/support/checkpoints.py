@@ -100,7 +100,9 @@ def make_config_folder(path: Path, *, add_bos: bool = False, **overrides: Any) -
     return path
 
 
-def make_tiny_llama(path: Path, *, seed: int = 0, shard_size: str = "1GB", dtype: str = "float32", **overrides: Any) -> Path:
+def make_tiny_llama(
+    path: Path, *, seed: int = 0, shard_size: str = "1GB", dtype: str = "float32", **overrides: Any
+) -> Path:
     """A random Llama of 2 layers, written by transformers. `overrides` are fields of its configuration."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -131,7 +133,9 @@ def make_tiny_gguf(
     writer = gguf.GGUFWriter(path, "llama")
     for key, value in (_tiny_metadata() | {key.replace("__", "."): value for key, value in overrides.items()}).items():
         if value is not None:
-            writer.add_key_value(key, value, _gguf_type(value), _gguf_type(value[0]) if isinstance(value, list) else None)
+            writer.add_key_value(
+                key, value, _gguf_type(value), _gguf_type(value[0]) if isinstance(value, list) else None
+            )
     for name, values in (tensors or {}).items():
         kind = quantization if values.ndim == 2 else gguf.GGMLQuantizationType.F32
         writer.add_tensor(name, gguf.quantize(values, kind), raw_dtype=kind)

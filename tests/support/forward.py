@@ -63,7 +63,9 @@ class ForwardDriver:
         )
 
 
-def logits_in_random_steps(decoder: Decoder, sequences: Sequence[Sequence[int]], *, seed: int = 0) -> list[torch.Tensor]:
+def logits_in_random_steps(
+    decoder: Decoder, sequences: Sequence[Sequence[int]], *, seed: int = 0
+) -> list[torch.Tensor]:
     """All logits of each sequence, float32 [n, V], from steps that mix chunks of random length with single tokens."""
     driver = ForwardDriver(decoder, rows=len(sequences), seed=seed)
     rows = [driver.add(ids) for ids in sequences]
