@@ -32,18 +32,31 @@ class Settings:
     model: str = _text("smollm2", help="`smollm2` (built in), a Hugging Face folder, a hub id, or a GGUF file")
     device: str = _choice("auto", "cpu", help="where the workers compute")
     dtype: str = _choice("auto", "float32", help="type of activations and KV cache")
-    weights: str = _choice("auto", "fp32", "fp16", help="format the linear layers keep their weights in; `auto` is fp16")
+    weights: str = _choice(
+        "auto", "fp32", "fp16", help="format the linear layers keep their weights in; `auto` is fp16"
+    )
     overlap: str = _choice("auto", "on", "off", help="whether the loop prepares a step while the one before it runs")
     tensor_parallel: int = _number(1, 1, 1, help="workers that share one copy of the weights")
     data_parallel: int = _number(1, 1, 1, help="copies of the weights")
     max_running: int = _number(32, 1, 4096, help="sequences computed at the same time, per copy of the weights")
-    max_model_len: int | None = _number(None, 2, 1 << 24, help="prompt and output tokens of a sequence; `auto` is the checkpoint's context")
-    kv_tokens: int | None = _number(None, 2, 1 << 31, help="tokens the KV cache holds; `auto` is what memory_fraction allows")
-    memory_fraction: float = _number(0.5, 0.01, 0.95, help="share of the memory left after loading that the KV cache may take")
+    max_model_len: int | None = _number(
+        None, 2, 1 << 24, help="prompt and output tokens of a sequence; `auto` is the checkpoint's context"
+    )
+    kv_tokens: int | None = _number(
+        None, 2, (1 << 31) - 1, help="tokens the KV cache holds; `auto` is what memory_fraction allows"
+    )
+    memory_fraction: float = _number(
+        0.5, 0.01, 0.95, help="share of the memory left after loading that the KV cache may take"
+    )
     prefill_chunk: int = _number(256, 1, 1 << 20, help="prompt tokens computed in one step")
     queue_size: int = _number(256, 1, 1 << 16, help="requests that may wait; one more is refused with UNAVAILABLE")
-    default_max_tokens: int = _number(2048, 1, 1 << 24, help="output tokens when the request does not say, capped by the context")
+    default_max_tokens: int = _number(
+        2048, 1, 1 << 24, help="output tokens when the request does not say, capped by the context"
+    )
     stream_interval: int = _number(1, 1, 1 << 20, help="tokens per streamed response at least")
+    drain_seconds: float = _number(
+        20.0, 0.0, 3600.0, help="how long running requests may go on once the model is unloaded"
+    )
     threads: int | None = _number(None, 1, 1024, help="compute threads of a CPU worker; `auto` is the cores it may use")
 
     @classmethod

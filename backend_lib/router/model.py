@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,6 @@ from backend_lib.router.router import Inbound, Router
 
 log = logging.getLogger("tandem")
 
-_FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
-_STATUS = {kind: getattr(pb_utils.TritonError, kind.value) for kind in ErrorKind}
-
 
 class TritonPythonModel:
     """What Triton's Python backend calls: `initialize` once, `execute` per request, `finalize` at unload."""
@@ -29,7 +27,8 @@ class TritonPythonModel:
         try:
             _check_instances(config)
             parameters = {key: value["string_value"] for key, value in config.get("parameters", {}).items()}
-            self._router = Router(Settings.from_parameters(parameters))
+            is_serving = partial(_is_serving, args["model_name"], args["model_version"])
+            self._router = Router(Settings.from_parameters(parameters), is_serving=is_serving)
         except (ValueError, RuntimeError, OSError) as error:
             raise pb_utils.TritonModelException(str(error)) from error
 
@@ -53,16 +52,25 @@ class TritonSender:
 
     def __init__(self, sender: Any) -> None:
         self._sender = sender
+        self._final = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL  # not there yet while this module is imported
 
     def send(self, reply: Reply) -> None:
-        self._sender.send(pb_utils.InferenceResponse(_tensors(reply)), flags=_FINAL if reply.finish else 0)
+        self._sender.send(pb_utils.InferenceResponse(_tensors(reply)), flags=self._final if reply.finish else 0)
 
     def fail(self, kind: ErrorKind, message: str) -> None:
-        error = pb_utils.TritonError(message, _STATUS[kind])
-        self._sender.send(pb_utils.InferenceResponse(error=error), flags=_FINAL)
+        error = pb_utils.TritonError(message, getattr(pb_utils.TritonError, kind.value))
+        self._sender.send(pb_utils.InferenceResponse(error=error), flags=self._final)
 
     def is_cancelled(self) -> bool:
         return self._sender.is_cancelled()
+
+
+def _is_serving(name: str, version: str) -> bool:
+    """False once the model is being unloaded. While the server itself starts or stops Triton has no answer."""
+    try:
+        return pb_utils.is_model_ready(model_name=name, model_version=version)
+    except pb_utils.TritonModelException:
+        return True
 
 
 def _inbound(request: Any, sender: TritonSender) -> Inbound:

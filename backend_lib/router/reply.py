@@ -35,6 +35,9 @@ class Verdict(NamedTuple):
     words: str = ""
 
 
+UNLOADING = Verdict(FinishReason.CANCELLED, ErrorKind.UNAVAILABLE, "the model is being unloaded")
+
+
 class Sender(Protocol):
     """A client that waits for responses. After a final one no other may be sent."""
 

@@ -7,7 +7,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from backend_lib.config import Settings
 from backend_lib.request import FinishReason, GenerationRequest
 from backend_lib.router.contract import RequestError, parse_request
 from backend_lib.router.group import MAX_DEATHS, Group
-from backend_lib.router.reply import ErrorKind, Sender, Verdict
+from backend_lib.router.reply import UNLOADING, ErrorKind, Sender, Verdict
 from backend_lib.router.reply_pool import ReplyPool
 from backend_lib.router.slot_pool import SlotPool
 from backend_lib.router.stream import Stream
@@ -58,8 +58,14 @@ class Router:
     client has the last response and the worker has released it.
     """
 
-    def __init__(self, settings: Settings) -> None:
-        """Load the tokenizer, make the arena and start the workers. Raises ValueError or RuntimeError in words."""
+    def __init__(self, settings: Settings, *, is_serving: Callable[[], bool] = lambda: True) -> None:
+        """Load the tokenizer, make the arena and start the workers.
+
+        `is_serving`: whether the model is wanted; once it is not, streams are ended after the drain time.
+
+        Raises:
+            ValueError, OSError, RuntimeError: the model cannot be served, in words for Triton's log.
+        """
         self._settings = settings
         self._checkpoint = open_checkpoint(settings.model)
         self._max_model_len = _max_model_len(settings, self._checkpoint)
@@ -77,7 +83,7 @@ class Router:
         kv_tokens = self._supervisor.start()
         self._max_len = min(self._max_model_len, kv_tokens)
         self._replies = ReplyPool(REPLY_THREADS, self._answer)
-        self._watcher = Watcher(self._end)
+        self._watcher = Watcher(self._end, is_serving=is_serving, drain_seconds=settings.drain_seconds)
         self._intake = ThreadPoolExecutor(INTAKE_THREADS, thread_name_prefix="tandem-intake")
         self._doorbell = threading.Thread(target=self._drain_forever, name="tandem-doorbell", daemon=True)
         self._doorbell.start()
@@ -94,9 +100,8 @@ class Router:
         """End every request and every worker. Each client still waiting is told."""
         self._closing = True
         self._intake.shutdown()
-        words = Verdict(FinishReason.CANCELLED, ErrorKind.UNAVAILABLE, "the model is being unloaded")
         for stream in list(self._streams.values()):
-            if stream.decide(words):
+            if stream.decide(UNLOADING):
                 self._replies.mark(stream)
         self._watcher.close()
         self._supervisor.close()
@@ -257,7 +262,7 @@ class Router:
 
     def _refusal(self) -> str:
         if self._closing:
-            return "the model is being unloaded"
+            return UNLOADING.words
         return f"the queue is full: {self._settings.queue_size} requests wait, as many as queue_size allows"
 
 
@@ -283,5 +288,3 @@ def _arena_spec(settings: Settings, max_model_len: int) -> ArenaSpec:
         dirty_records=max(4 * num_slots, 1024),
         heap_bytes=min(num_slots * (4 * max_model_len + PARAMS_BYTES), MAX_HEAP_BYTES),
     )
-
-

@@ -29,7 +29,7 @@ class Stream:
         self.generation = generation
         self.deadline = time.monotonic() + request.timeout_us / 1e6 if request.timeout_us else None
         self.num_input_tokens = 0
-        self.extent: int | None = None
+        self.extent = -1  # where the slot's extent begins
         # Owned by the group.
         self.posted = False
         self.released = False

@@ -1,25 +1,38 @@
-"""Looks for clients that have gone and deadlines that have passed."""
+"""Looks for clients that have gone, deadlines that have passed, and the model's unloading."""
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
 
 from backend_lib.request import FinishReason
-from backend_lib.router.reply import ErrorKind, Verdict
+from backend_lib.router.reply import UNLOADING, ErrorKind, Verdict
 from backend_lib.router.stream import Stream
 
 # Asking costs a round trip through Triton (about 0.1 ms), so a sweep takes its time when there are many to ask.
 MIN_PERIOD = 0.04
 PERIOD_PER_STREAM = 0.00025
 
+SERVING_PERIOD = 0.5  # seconds between two looks at whether the model is still wanted
+
 
 class Watcher:
-    """Asks each live stream in turn and calls `on_verdict(stream)` for those that are over. Sleeps when none is live."""
+    """Asks each live stream in turn and calls `on_verdict(stream)` for those that are over. Sleeps when none is live.
 
-    def __init__(self, on_verdict: Callable[[Stream], None]) -> None:
+    Triton finalizes an unloaded model only when every response has been sent, and tells the model nothing until then.
+    So the watcher asks `is_serving`, and ends what still runs `drain_seconds` after the answer became no.
+    """
+
+    def __init__(
+        self, on_verdict: Callable[[Stream], None], *, is_serving: Callable[[], bool], drain_seconds: float
+    ) -> None:
         self._on_verdict = on_verdict
+        self._is_serving = is_serving
+        self._drain_seconds = drain_seconds
+        self._asked = 0.0
+        self._drained_at = math.inf  # when the streams that are still live are ended
         self._streams: set[Stream] = set()
         self._changed = threading.Condition()
         self._closed = False
@@ -44,6 +57,7 @@ class Watcher:
     def _run(self) -> None:
         while (streams := self._wait()) is not None:
             started = time.monotonic()
+            self._look_at_model(started)
             for stream in streams:
                 self._look_at(stream)
             period = max(MIN_PERIOD, len(streams) * PERIOD_PER_STREAM)
@@ -55,6 +69,15 @@ class Watcher:
             self._changed.wait_for(lambda: self._streams or self._closed)
             return None if self._closed else list(self._streams)
 
+    def _look_at_model(self, now: float) -> None:
+        if now - self._asked < SERVING_PERIOD:
+            return
+        self._asked = now
+        if self._is_serving():
+            self._drained_at = math.inf
+        else:
+            self._drained_at = min(self._drained_at, now + self._drain_seconds)
+
     def _look_at(self, stream: Stream) -> None:
         if stream.answered:
             return
@@ -63,7 +86,10 @@ class Watcher:
             self._on_verdict(stream)
 
     def _verdict(self, stream: Stream) -> Verdict | None:
-        if stream.deadline is not None and time.monotonic() > stream.deadline:
+        now = time.monotonic()
+        if now > self._drained_at:
+            return UNLOADING
+        if stream.deadline is not None and now > stream.deadline:
             words = f"the request's timeout of {stream.request.timeout_us} us has passed"
             return Verdict(FinishReason.DEADLINE, ErrorKind.UNAVAILABLE, words)
         if stream.sender.is_cancelled():
