@@ -28,6 +28,12 @@ class _Reader(GGUFReader):
     def data(self, mapped: np.memmap) -> None:
         self._data = mapped.view(np.ndarray)  # keeps the mapping alive as its base
 
+    def _get(self, offset: int, *args: Any, **kwargs: Any) -> np.ndarray:
+        # The package reads nothing past the end without noticing; a garbled length would keep it at that for ever.
+        if offset >= len(self._data):
+            raise ValueError("it ends too early")
+        return super()._get(offset, *args, **kwargs)
+
 
 def read_gguf(path: Path) -> Checkpoint:
     """Raises ValueError naming the file and what in it is damaged or not supported."""

@@ -56,7 +56,7 @@ def test_what_the_hub_does_not_give(failure: OSError, monkeypatch: pytest.Monkey
         raise failure
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    with pytest.raises(FileNotFoundError, match="'org/name' is not a local folder, and the hub does not give it: .+"):
+    with pytest.raises(FileNotFoundError, match=r"'org/name' is not a local folder, and the hub does not give it: .+"):
         open_checkpoint("org/name")
 
 

@@ -95,6 +95,15 @@ def test_a_cut_file_is_named(tmp_path: Path) -> None:
             open_checkpoint(str(cut))
 
 
+def test_a_length_beyond_the_file_does_not_hang(tmp_path: Path) -> None:
+    file = make_tiny_gguf(tmp_path / "tiny.gguf")
+    string, array = (8).to_bytes(4, "little"), (9).to_bytes(4, "little")
+    key = b"general.architecture"
+    file.write_bytes(file.read_bytes().replace(key + string, key + array))
+    with pytest.raises(ValueError, match=r"tiny\.gguf is not a whole GGUF file: it ends too early"):
+        open_checkpoint(str(file))
+
+
 def test_garbled_bytes_never_give_anything_but_a_value_error(tmp_path: Path) -> None:
     whole = make_tiny_gguf(tmp_path / "tiny.gguf", HEAD).read_bytes()
     garbled = tmp_path / "garbled.gguf"
