@@ -191,6 +191,16 @@ def test_a_record_of_another_lap_is_not_read(arena):
     assert ring.read(0) == []
 
 
+def test_a_new_sequence_over_an_old_payload_is_not_read(arena):
+    """The CRC covers the sequence too: the payload of the last lap does not pass under this lap's number."""
+    ring = arena.ring(0)
+    post_numbers(ring, 1)
+    ring.discard()
+    arena.words[record_at(arena, 5) // 8] = arena.words[ring._head] = 5
+    ring.advance(0, 4)
+    assert ring.read(0) == []
+
+
 def test_a_record_changed_during_the_read_is_not_read(arena):
     """The sequence is looked at again after the payload."""
     ring, writer = arena.ring(0), arena.ring(0)
