@@ -57,7 +57,7 @@ class Settings:
     drain_seconds: float = _number(
         20.0, 0.0, 3600.0, help="how long running requests may go on once the model is unloaded"
     )
-    threads: int | None = _number(None, 1, 1024, help="compute threads of a CPU worker; `auto` is the cores it may use")
+    threads: int | None = _number(None, 1, 1024, help="compute threads of a CPU worker; `auto` is all cores but one")
 
     @classmethod
     def from_parameters(cls, parameters: Mapping[str, str]) -> Settings:

@@ -41,7 +41,7 @@ def build_engine(
     """
     config = arena.config
     settings = Settings(**config["settings"])
-    torch.set_num_threads(settings.threads or len(os.sched_getaffinity(0)))
+    torch.set_num_threads(settings.threads or _default_threads())
     started = time.monotonic()
     checkpoint = open_checkpoint(settings.model)
     decoder = load_decoder(checkpoint, settings)
@@ -68,6 +68,11 @@ def build_engine(
         overlap=overlap,
     )
     return loop, kv_tokens
+
+
+def _default_threads() -> int:
+    """All cores but one. Triton and the router want it, and an OpenMP barrier waits for whoever lost its core."""
+    return max(1, len(os.sched_getaffinity(0)) - 1)
 
 
 def _overlap(settings: Settings) -> bool:
