@@ -14,7 +14,7 @@ import numpy as np
 
 from backend_lib.config import Settings
 from backend_lib.request import GenerationRequest, OutputOptions, SamplingParams
-from backend_lib.router.fields import FIELDS, Field, is_triton_parameter, load_json
+from backend_lib.router.fields import FIELDS, TIMEOUT, Field, is_triton_parameter, load_json
 
 _TEXT = "text_input"
 _JSON = "sampling_parameters"
@@ -44,7 +44,7 @@ def parse_request(
     Args:
         tensors: by input name, as Triton's Python backend gives them (STRING is an object array of bytes).
         parameters: the request parameters; values are int, float, bool or str.
-        timeout_us: 0 means no deadline.
+        timeout_us: as Triton understood it; 0 means that `timeout` may stand among the parameters.
 
     Raises:
         RequestError: names the field, its value and what is allowed.
@@ -56,7 +56,7 @@ def parse_request(
         text=text,
         sampling=_sampling(values, vocab_size),
         output=_output(values, settings),
-        timeout_us=timeout_us,
+        timeout_us=timeout_us or _parse(TIMEOUT, parameters.get(TIMEOUT.name, 0), vocab_size),
     )
 
 

@@ -26,7 +26,7 @@ _TRUTH = {"true": True, "1": True, "false": False, "0": False}
 
 # Keys that Triton, its clients and its proxies put among the request parameters; they are not ours to judge.
 _TRITON_PARAMETERS = frozenset(
-    {"binary_data_output", "headers", "priority", "sequence_end", "sequence_id", "sequence_start", "timeout"}
+    {"binary_data_output", "headers", "id", "priority", "sequence_end", "sequence_id", "sequence_start", "timeout"}
 )
 
 
@@ -164,8 +164,13 @@ class Field:
         if not self.is_supported:
             return f"only {str(self.kind(self.low)).lower()} is supported"
         high = vocab_size - 1 if self.high is None else self.high
-        span = f"above {self.low:.20g} up to {high:.20g}" if self.above else f"from {self.low:.20g} to {high:.20g}"
+        first, last = _written(self.low), _written(high)
+        span = f"above {first} up to {last}" if self.above else f"from {first} to {last}"
         return f"allowed is {_WORDS[self.kind].format(span=span, count=MAX_LIST)}"
+
+
+def _written(bound: float) -> str:
+    return str(bound) if isinstance(bound, int) else f"{bound:.20g}"
 
 
 _WORDS: dict[Callable[[Any], Any], str] = {
@@ -220,5 +225,8 @@ _TABLE = (
     _only("return_logprobs", _truth, 0),
     _only("return_cumulative_logprob", _truth, 0),
 )
+
+# Triton reads this parameter of a gRPC request itself, and leaves that of a generate request to us.
+TIMEOUT = Field(name="timeout", kind=_integer, low=0, high=(1 << 63) - 1, help="microseconds; 0 is no deadline")
 
 FIELDS: dict[str, Field] = {entry.name: entry for entry in _TABLE}

@@ -51,14 +51,14 @@ class Group:
         """The stream has a verdict: tell the worker, or forget the stream when the worker does not know it."""
         with self._lock:
             assert stream.verdict is not None
+            if stream.released:
+                return  # its slot may be another's by now
             self._slots.set_client_finish(stream.slot, stream.verdict.finish)
-            if stream.posted and not stream.released:
+            if stream.posted:
                 stream.last_command = self._post(CommandKind.ABORT, stream)
                 return
-            known = stream.released
             stream.released = True  # if it is in the queue, it is skipped there
-        if not known:
-            self._on_released(stream)
+        self._on_released(stream)
 
     def settle(self, stream: Stream) -> None:
         """The worker has released the stream."""

@@ -76,10 +76,12 @@ def _is_serving(name: str, version: str) -> bool:
 def _inbound(request: Any, sender: TritonSender) -> Inbound:
     # The arrays lie in Triton's shared memory only until the request is released.
     tensors = {tensor.name(): np.array(tensor.as_numpy()) for tensor in request.inputs()}
+    parameters = json.loads(request.parameters() or "{}")
     return Inbound(
         tensors=tensors,
-        parameters=json.loads(request.parameters() or "{}"),
-        request_id=request.request_id(),
+        parameters=parameters,
+        # The generate endpoint of some releases leaves the id among the parameters.
+        request_id=request.request_id() or str(parameters.get("id", "")),
         timeout_us=request.timeout(),
         sender=sender,
     )

@@ -124,8 +124,8 @@ class Router:
             self._refuse(inbound, slot, ErrorKind.INTERNAL, f"{type(error).__name__}: {error}")
         else:
             self._streams[slot] = stream
+            self._watcher.add(stream)  # first: a stream that has been submitted may be over before the next line
             self._group.submit(stream)
-            self._watcher.add(stream)
 
     def _refuse(self, inbound: Inbound, slot: int, kind: ErrorKind, message: str) -> None:
         self._pool.retire(slot, self._group.ring, 0)

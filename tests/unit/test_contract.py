@@ -137,14 +137,27 @@ def test_duplicate_keys_take_the_last():
         "sequence_start",
         "sequence_end",
         "priority",
-        "timeout",
         "headers",
+        "id",
         "binary_data_output",
         "x-forwarded-for",
     ],
 )
 def test_keys_of_the_server_are_ignored(key):
     assert parse(**{key: "1"}) == parse()
+
+
+def test_the_timeout_of_a_generate_request_is_a_parameter():
+    assert parse(timeout=1500).timeout_us == 1500
+    assert parse(timeout="1500").timeout_us == 1500
+    assert parse().timeout_us == 0
+    assert parse_request({"text_input": text("hi")}, {"timeout": 9}, "", 7, Settings(), VOCAB).timeout_us == 7
+    assert error(timeout=-1) == "'timeout' is -1; allowed is a whole number from 0 to 9223372036854775807"
+
+
+def test_bounds_are_written_exactly():
+    assert error(seed=1 << 64).endswith("from -9223372036854775808 to 18446744073709551615")
+    assert error(temperature=-0.5).endswith("a number from 0 to 1000000")
 
 
 def test_unknown_keys_are_named_with_a_suggestion():
