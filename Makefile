@@ -18,7 +18,7 @@ ifndef PYTHON
 PYTHON := $(shell for p in python3 python3.11 python3.12 python3.10; do \
 	$$p -c '$(USABLE)' 2>/dev/null && { command -v $$p; break; }; done)
 endif
-VERSION = $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+VERSION = $(if $(PYTHON),$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])'))
 
 # The Python backend's process is linked with libpython3.X.so.1.0: the interpreter's own, or one the loader knows.
 define FIND_LIBPYTHON
@@ -31,14 +31,14 @@ except OSError:
     sys.exit(1)
 endef
 export FIND_LIBPYTHON
+NO_LIBPYTHON = libpython$(VERSION).so.1.0 is missing (a Python built from source has it with --enable-shared)
+comma := ,
 
-# $(call need,PACKAGE,WHAT FOR): install a Debian package as root, else say how.
-need = { echo "setup: installing $(1) ($(2))"; \
-	if [ $$(id -u) = 0 ] && command -v apt-get >/dev/null; then \
-		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq $(1); \
-	else false; fi; } || { \
-	echo "setup: $(2) is missing; install it with: sudo apt-get install -y $(1)" >&2; \
-	echo "setup: (a Python built from source has it with ./configure --enable-shared)" >&2; exit 1; }
+# $(call need,PACKAGE,WHAT FOR,CHECK): when CHECK fails, install a Debian package as root or say how it is done. CHECK is
+# run again after that, because apt-get can succeed without having installed what was meant.
+need = $(3) 2>/dev/null || { [ $$(id -u) = 0 ] && command -v apt-get >/dev/null && echo "setup: installing $(1)" && \
+	apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq $(1) && $(3); } || { \
+	echo "setup: $(2); install it with: sudo apt-get install -y $(1)" >&2; exit 1; }
 
 .PHONY: setup serve test test-long lint clean
 
@@ -48,8 +48,8 @@ $(STAMP): pyproject.toml Makefile
 	@if [ -z "$(PYTHON)" ] || ! $(PYTHON) -c '$(USABLE)'; then \
 		echo "setup: needs Python 3.10, 3.11 or 3.12 (set PYTHON=/path/to/python3.11)" >&2; exit 1; fi
 	@echo "setup: 1/4 Python $(VERSION) ($(PYTHON)), its venv module and shared library"
-	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || $(call need,python$(VERSION)-venv,the venv module)
-	@$(PYTHON) -c "$$FIND_LIBPYTHON" || $(call need,libpython$(VERSION),libpython$(VERSION).so.1.0)
+	@$(call need,python$(VERSION)-venv,Python has no venv module,$(PYTHON) -c 'import venv$(comma) ensurepip')
+	@$(call need,libpython$(VERSION),$(NO_LIBPYTHON),$(PYTHON) -c "$$FIND_LIBPYTHON")
 	@echo "setup: 2/4 virtual environment in $(VENV)/"
 	@[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
 	@echo "setup: 3/4 packages (about 1 GB; the first time takes a minute or more)"

@@ -91,7 +91,8 @@ class ServerFlags:
 
     def _given(self, name: str) -> str | None:
         """The user's value of a flag; the last one counts."""
-        return (self._all_given(name) or [None])[-1]
+        given = self._all_given(name)
+        return given[-1] if given else None
 
     def _all_given(self, name: str) -> list[str]:
         """All values of a flag, written `--name=value` or `--name value`."""
