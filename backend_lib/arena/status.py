@@ -51,7 +51,7 @@ class StatusBlock:
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens the KV cache holds; known once the state is READY."""
+        """Tokens the KV cache holds; 0 until a worker has been READY for the first time."""
         return self._words[_KV_TOKENS]
 
     @property
@@ -64,9 +64,13 @@ class StatusBlock:
         return text.decode(errors="ignore")  # the cut may have halved the last character
 
     def reset(self) -> None:
-        """Back to STARTING for a new worker. The router calls this while no worker is attached."""
+        """Back to STARTING for a new worker. The router calls this while no worker is attached.
+
+        `kv_tokens` stays: requests have been admitted by it, so the next worker must hold as many.
+        """
         for word in range(_LOAD + len(Load._fields)):
-            self._words[word] = 0
+            if word != _KV_TOKENS:
+                self._words[word] = 0
 
     def set_loading(self) -> None:
         self._words[_STATE] = WorkerState.LOADING

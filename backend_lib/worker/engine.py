@@ -45,7 +45,8 @@ def build_engine(
     started = time.monotonic()
     checkpoint = open_checkpoint(settings.model)
     decoder = load_decoder(checkpoint, settings)
-    kv_tokens = _kv_tokens(settings, decoder, config["max_model_len"])
+    # A worker that takes another's place holds as much: the router has admitted requests by it.
+    kv_tokens = arena.status(group, rank).kv_tokens or _kv_tokens(settings, decoder, config["max_model_len"])
     log.info("loaded %s in %.1f s; KV cache of %d tokens", settings.model, time.monotonic() - started, kv_tokens)
     overlap = _overlap(settings)
     runner = Runner(

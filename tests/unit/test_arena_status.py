@@ -32,7 +32,7 @@ def status(arena):
 def test_a_new_block_is_starting_and_empty():
     arena = new_arena()
     status = arena.status(0, 0)
-    assert (status.state, status.heartbeat_ns, status.kv_tokens, status.error) == (WorkerState.STARTING, 0, 0, "")
+    assert (status.state, status.heartbeat_ns, status.kv_tokens, status.error) == (WorkerState.STARTING, 0, 9, "")
     assert status.load == Load(0, 0, 0, 0, 0, 0)
     close(arena)
 
@@ -87,14 +87,14 @@ def test_a_shorter_error_shows_nothing_of_the_last_one(status):
     assert status.error == "short"
 
 
-def test_reset_forgets_the_old_worker_and_no_other(arena, status):
+def test_reset_forgets_the_old_worker_but_not_what_was_admitted_by(arena, status):
     neighbour = arena.status(1, 0)
     for block in (status, neighbour):
         block.set_ready(9)
         block.set_load(LOAD)
         block.set_failed("gone")
     status.reset()
-    assert (status.state, status.heartbeat_ns, status.kv_tokens, status.error) == (WorkerState.STARTING, 0, 0, "")
+    assert (status.state, status.heartbeat_ns, status.kv_tokens, status.error) == (WorkerState.STARTING, 0, 9, "")
     assert status.load == Load(0, 0, 0, 0, 0, 0)
     assert (neighbour.state, neighbour.kv_tokens, neighbour.error, neighbour.load) == (3, 9, "gone", LOAD)
 
