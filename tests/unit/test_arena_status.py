@@ -32,7 +32,7 @@ def status(arena):
 def test_a_new_block_is_starting_and_empty():
     arena = new_arena()
     status = arena.status(0, 0)
-    assert (status.state, status.heartbeat_ns, status.kv_tokens, status.error) == (WorkerState.STARTING, 0, 9, "")
+    assert (status.state, status.heartbeat_ns, status.kv_tokens, status.error) == (WorkerState.STARTING, 0, 0, "")
     assert status.load == Load(0, 0, 0, 0, 0, 0)
     close(arena)
 
