@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import reprlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -90,27 +91,40 @@ def _parse(spec: Any, text: str) -> Any:
     """One setting's value from its text. Raises ValueError naming the setting, the value and what is allowed."""
     meta = spec.metadata
     if "choices" in meta:
-        if text not in meta["choices"]:
-            raise ValueError(f"parameter '{spec.name}' is '{text}'; allowed are {', '.join(meta['choices'])}")
-        return text
-    if "kind" in meta:
-        return _parse_number(spec, text)
-    if not text:
-        raise ValueError(f"parameter '{spec.name}' is empty")
-    return text
-
-
-def _parse_number(spec: Any, text: str) -> float | None:
-    meta = spec.metadata
-    if spec.default is None and text == "auto":
-        return None
-    auto = " or 'auto'" if spec.default is None else ""
-    noun = "a whole number" if meta["kind"] is int else "a number"
-    allowed = f"{noun} from {meta['low']} to {meta['high']}{auto}"
-    try:
-        value = meta["kind"](text)
-    except ValueError:
-        raise ValueError(f"parameter '{spec.name}' is '{text}'; allowed is {allowed}") from None
-    if not meta["low"] <= value <= meta["high"]:
-        raise ValueError(f"parameter '{spec.name}' is {text}; allowed is {allowed}")
+        value, valid = text, text in meta["choices"]
+    elif "kind" in meta:
+        value = None if spec.default is None and text == "auto" else _number_of(meta["kind"], text)
+        valid = meta["low"] <= value <= meta["high"] if value is not None else text == "auto" and spec.default is None
+    else:
+        value, valid = text, bool(text)
+    if not valid:
+        verb = "are" if "choices" in meta else "is"
+        raise ValueError(f"parameter '{spec.name}' is {reprlib.repr(text)}; allowed {verb} {_allowed(spec)}")
     return value
+
+
+def _number_of(kind: type, text: str) -> float | None:
+    """The number, or None when the text is none. Python's other spellings, such as 1_000, are not numbers here."""
+    try:
+        return kind(text) if text.isascii() and "_" not in text else None
+    except ValueError:
+        return None
+
+
+def _allowed(spec: Any) -> str:
+    meta = spec.metadata
+    if "choices" in meta:
+        return ", ".join(meta["choices"])
+    if "kind" not in meta:
+        return "text"
+    noun = "a whole number" if meta["kind"] is int else "a number"
+    return f"{noun} from {meta['low']} to {meta['high']}" + (" or 'auto'" if spec.default is None else "")
+
+
+def settings_table() -> str:
+    """The settings as a Markdown table, for the README."""
+    rows = ["| setting | default | allowed | meaning |", "| --- | --- | --- | --- |"]
+    for spec in fields(Settings):
+        default = "auto" if spec.default is None else spec.default
+        rows.append(f"| `{spec.name}` | `{default}` | {_allowed(spec)} | {spec.metadata['help']} |")
+    return "\n".join(rows)

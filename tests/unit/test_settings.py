@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import FrozenInstanceError, fields
+from pathlib import Path
 
 import pytest
 
-from backend_lib.config import TRITON_KEYS, Settings
+from backend_lib.config import TRITON_KEYS, Settings, settings_table
 
 SPECS = {spec.name: spec for spec in fields(Settings)}
 NUMBERS = [spec for spec in SPECS.values() if "kind" in spec.metadata]
@@ -73,7 +74,7 @@ def test_choices(spec):
 
 
 def test_an_empty_model_is_refused():
-    assert error(model="  ") == "parameter 'model' is empty"
+    assert error(model="  ") == "parameter 'model' is ''; allowed is text"
 
 
 def test_defaults_are_what_their_own_checks_allow():
@@ -91,3 +92,13 @@ def test_settings_travel_as_json():
 def test_settings_are_frozen():
     with pytest.raises(FrozenInstanceError):
         Settings().model = "other"
+
+
+@pytest.mark.parametrize("text", ["1_000", "٣", "0x10", "9" * 5000])
+def test_only_plain_numbers_are_numbers(text):
+    assert "allowed is a whole number" in error(kv_tokens=text)
+
+
+def test_the_readme_has_every_setting():
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    assert settings_table() in readme
