@@ -89,7 +89,7 @@ class Sampler:
         """Draw among each row's candidates, which stand in descending order, [L, K]."""
         rows = batch.rows[places]
         width = min(batch.candidates or logits.shape[1], logits.shape[1])
-        scores, token_ids = logits.div_(self._temperature[rows, None]).topk(width, dim=-1)
+        scores, token_ids = _best(logits.div_(self._temperature[rows, None]), width)
         top_k = self._top_k[rows, None]
         scores.masked_fill_((top_k > 0) & (torch.arange(width, device=scores.device) >= top_k), -torch.inf)
         probabilities = scores.softmax(dim=-1)
@@ -101,6 +101,32 @@ class Sampler:
     def _key(self, batch: SamplingBatch, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         rows = batch.rows[places]
         return self._seed[rows], self._sequence_index[rows], batch.positions[places]
+
+
+def _best(scores: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `width` best of each row and their token ids, best first and equals by id, [L, K].
+
+    Which of equal scores `topk` takes depends on `width`, and so on what else is in the batch: it is asked alone only
+    for which tokens are the best, and only where there is no choice.
+    """
+    if width < scores.shape[1]:
+        values, token_ids = scores.topk(width, dim=-1)
+        if bool(((scores >= values[:, -1:]).sum(dim=-1) == width).all()):
+            token_ids = token_ids.sort(dim=-1).values
+            values, order = scores.gather(1, token_ids).sort(dim=-1, descending=True, stable=True)
+            return values, token_ids.gather(1, order)
+    token_ids = scores.shape[1] - 1 - (_unequal_keys(scores).topk(width, dim=-1).values & 0xFFFFFFFF)
+    return scores.gather(1, token_ids), token_ids
+
+
+def _unequal_keys(scores: torch.Tensor) -> torch.Tensor:
+    """int64 [L, V] in the order of the scores, then of falling token ids, without equals; faster than a stable sort.
+
+    A float's bits, read as an integer, have the float's order once those of negatives are turned round.
+    """
+    bits = (scores + 0.0).view(torch.int32)  # -0.0 becomes 0.0
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (ordered.long() << 32) | torch.arange(scores.shape[1] - 1, -1, -1, device=scores.device)
 
 
 def _int64(values: list) -> torch.Tensor:

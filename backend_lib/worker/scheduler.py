@@ -64,6 +64,11 @@ class Scheduler:
         return not self.running and not self.waiting
 
     def add(self, sequence: Sequence) -> None:
+        """Queue a sequence. Raises ValueError when it can never start: it would keep all behind it waiting for ever."""
+        if sequence.kv_need > self.kv.num_tokens:
+            raise ValueError(
+                f"the sequence needs room for {sequence.kv_need} tokens; the KV cache holds {self.kv.num_tokens}"
+            )
         self._by_slot[sequence.slot, sequence.generation] = sequence
         self.waiting.append(sequence)
 

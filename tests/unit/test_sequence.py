@@ -1,0 +1,117 @@
+"""A sequence: what it reads of its slot, how it goes on, and when it ends."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from backend_lib.request import FinishReason
+from backend_lib.worker.sequence import Sequence
+from tests.support.arena import close, new_arena
+
+EOS, STOP = 1, 7
+
+
+def new_sequence(prompt_len: int = 3, max_tokens: int = 5, **fields) -> Sequence:
+    return Sequence(
+        slot=0, generation=1, prompt_ids=np.arange(100, 100 + prompt_len, dtype=np.int32),
+        output_ids=np.zeros(max_tokens, dtype=np.int32), max_tokens=max_tokens,
+        **{"eos_token_ids": frozenset({EOS}), "stop_token_ids": frozenset({STOP})} | fields,
+    )  # fmt: skip
+
+
+@given(st.integers(1, 8), st.integers(0, 6), st.data())
+def test_known_ids_are_the_prompt_and_then_what_was_published(prompt_len: int, published: int, data) -> None:
+    sequence = new_sequence(prompt_len, 10, output_len=published)
+    sequence.output_ids[:published] = np.arange(200, 200 + published)
+    known = [*range(100, 100 + prompt_len), *range(200, 200 + published)]
+    start = data.draw(st.integers(0, len(known)))
+    stop = data.draw(st.integers(start, len(known)))
+    assert sequence.known_ids(start, stop).tolist() == known[start:stop]
+
+
+def test_a_sequence_that_goes_on_computes_what_was_published_and_counts_it() -> None:
+    sequence = new_sequence(3, 5, output_len=2)
+    assert sequence.known_len == 5 and sequence.prefilling and not sequence.exhausted
+    sequence.num_computed, sequence.num_planned = 5, 3
+    sequence.accept(9)
+    assert sequence.output_ids.tolist() == [0, 0, 9, 0, 0]
+    assert sequence.output_len == 3 and not sequence.finish
+
+
+@pytest.mark.parametrize(
+    "token, reason",
+    [(EOS, FinishReason.EOS), (STOP, FinishReason.STOP_TOKEN), (9, FinishReason.LENGTH)],
+)
+def test_the_last_token_ends_it_by_what_it_is_before_by_length(token: int, reason: FinishReason) -> None:
+    sequence = new_sequence(max_tokens=2)
+    sequence.accept(9)
+    assert sequence.finish is FinishReason.NONE
+    sequence.accept(token)
+    assert sequence.finish is reason and sequence.output_len == 2
+
+
+def test_the_last_token_is_never_computed() -> None:
+    assert new_sequence(3, 5).kv_need == 7
+
+
+@pytest.mark.parametrize("min_tokens", [0, 1, 3])
+def test_ends_are_banned_for_the_first_min_tokens(min_tokens: int) -> None:
+    sequence = new_sequence(min_tokens=min_tokens)
+    banned = []
+    for _ in range(5):
+        sequence.num_planned += 1  # as the plan does, before the draw
+        banned.append(sequence.banned_token_ids == {EOS, STOP})
+        assert banned[-1] or not sequence.banned_token_ids
+    assert banned == [number <= min_tokens for number in range(1, 6)]
+
+
+def test_ends_stay_banned_when_another_worker_goes_on() -> None:
+    sequence = new_sequence(min_tokens=4, output_len=3)
+    sequence.num_planned += 1
+    assert sequence.banned_token_ids
+    sequence.num_planned += 1
+    assert not sequence.banned_token_ids
+
+
+@pytest.fixture
+def slots():
+    arena = new_arena()
+    fields = {
+        "generation": 9, "seed": (1 << 64) - 2, "temperature": 0.5, "top_p": 0.25, "top_k": 40, "max_tokens": 4,
+        "min_tokens": 2, "ignore_eos": 1, "params_offset": 0, "params_bytes": 25, "prompt_offset": 64, "prompt_len": 3,
+        "output_offset": 128,
+    }  # fmt: skip
+    blob = json.dumps({"stop_token_ids": [7, 8]}).encode()
+    arena.slots.write(1, fields | {"params_bytes": len(blob)})
+    arena.slots.write_params(1, blob)
+    arena.slots.prompt_ids(1)[:] = [11, 12, 13]
+    yield arena.slots
+    close(arena)
+
+
+def test_it_is_read_from_its_slot(slots) -> None:
+    sequence = Sequence.from_slot(slots, 1, 9, frozenset({EOS}))
+    assert sequence.prompt_ids.tolist() == [11, 12, 13] and len(sequence.output_ids) == 4
+    assert (sequence.seed, sequence.temperature, sequence.top_p, sequence.top_k) == ((1 << 64) - 2, 0.5, 0.25, 40)
+    assert (sequence.max_tokens, sequence.min_tokens, sequence.output_len) == (4, 2, 0)
+    assert sequence.eos_token_ids == frozenset() and sequence.stop_token_ids == {7, 8}
+
+
+def test_what_an_earlier_worker_published_is_its_beginning(slots) -> None:
+    slots.output_ids(1)[:3] = [21, 22, 23]
+    slots.publish(1, 9, 2, FinishReason.NONE, released=False)  # the third was written and never published
+    sequence = Sequence.from_slot(slots, 1, 9, frozenset())
+    assert sequence.output_len == sequence.num_planned == 2 and sequence.known_len == 5
+    assert sequence.known_ids(0, 5).tolist() == [11, 12, 13, 21, 22]
+    sequence.accept(24)
+    assert slots.output_ids(1).tolist()[:3] == [21, 22, 24]
+
+
+def test_nothing_is_taken_over_from_another_generation(slots) -> None:
+    slots.publish(1, 8, 2, FinishReason.NONE, released=False)
+    assert Sequence.from_slot(slots, 1, 9, frozenset()).output_len == 0
