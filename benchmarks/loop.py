@@ -4,7 +4,7 @@
 are the real ones, as are arena, scheduler and runner. The figure is the loop thread's own CPU time (`thread_time`), so a
 busy machine does not change it. With overlap the forward runs on the compute thread and is not in it.
 
-    python benchmarks/loop.py [--rows 32] [--steps 3000] [--overlap on|off]
+    python -m benchmarks.loop [--rows 32] [--steps 3000] [--overlap on|off]
 """
 
 from __future__ import annotations

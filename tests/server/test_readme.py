@@ -1,0 +1,60 @@
+"""What the README tells a newcomer to type works as it stands there, but for the ports."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.server import RunningServer
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+
+
+def for_server(text: str, server: RunningServer) -> str:
+    return text.replace("localhost:8000", server.http_url.removeprefix("http://")).replace(
+        "localhost:8001", server.grpc_url
+    )
+
+
+def run(command: list[str] | str) -> str:
+    done = subprocess.run(
+        command, shell=isinstance(command, str), capture_output=True, text=True, timeout=120, cwd=ROOT, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_curl_line_streams_paris(server):
+    command = re.search(r"^    (curl -N .*?}')$", README, re.DOTALL | re.MULTILINE).group(1)
+    lines = [line for line in run(for_server(command, server)).splitlines() if line]
+    assert '"text_output":" Paris"' in lines[0]
+    assert len(lines) > 4
+    assert '"text_output":" Paris"' in README
+
+
+def test_the_python_client_prints_a_story(server):
+    code = re.search(r"```python\n(.*?)```", README, re.DOTALL).group(1)
+    story = run([sys.executable, "-c", for_server(code, server)])
+    assert len(story.split()) > 8
+
+
+@pytest.mark.parametrize("path", re.findall(r"\]\(([\w./]+)\)", README))
+def test_what_it_links_to_is_there(path):
+    assert (ROOT / path).exists()
+
+
+def test_the_makefile_has_the_two_commands():
+    for target in ("serve", "test"):
+        assert "setup" in run(["make", "--dry-run", "--always-make", target])
+
+
+def test_the_measuring_tool_runs(server):
+    command = [sys.executable, "benchmarks/serve.py", "--url", server.grpc_url, "--concurrency", "2"]
+    table = run([*command, "--requests", "1", "--output-tokens", "4", "--input-words", "8"])
+    assert table.splitlines()[0].startswith("concurrency | requests | errors")
+    assert table.splitlines()[1].startswith("2 | 2 | 0 |")
