@@ -45,7 +45,7 @@ def examine(options: Options) -> list[Finding]:
         findings += [_server(server), _backend(server), _stub(server), _libraries(server)]
     repository = _repository(options)
     model = [_model(options)] if repository.verdict == "ok" else []
-    return [*findings, _gpus(), repository, *model, *_ports(ServerFlags(options.flags))]
+    return [*findings, *_other_kernels(), _gpus(), repository, *model, *_ports(ServerFlags(options.flags))]
 
 
 def _python() -> Finding:
@@ -90,6 +90,13 @@ def _libraries(server: TritonServer) -> Finding:
         return Finding("ok", "libraries", f"all found, {libpython_name()} among them")
     hint = f"; run `apt-get install -y {libpython_name().split('.so')[0]}`" if libpython_name() in missing else ""
     return Finding("missing", "libraries", f"{', '.join(missing)} not found{hint}")
+
+
+def _other_kernels() -> list[Finding]:
+    """A package of the name `kernels` that isn't ours: each would hide the other's modules."""
+    version = _installed("kernels")
+    clash = f"kernels {version} is installed, and Tandem's package has the same name; run `pip uninstall kernels`"
+    return [Finding("missing", "kernels", clash)] if version else []
 
 
 def _gpus() -> Finding:

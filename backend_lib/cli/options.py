@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,6 +56,8 @@ class Options:
 
     def plan(self) -> ServePlan:
         """Raises ValueError or FileNotFoundError that says what is wrong or missing."""
+        if self.name is not None and not re.fullmatch(r"[\w.-]+", self.name):
+            raise ValueError(f"--name {self.name}: expected letters, digits and . _ -, because it names a folder")
         settings = self.settings()
         return ServePlan(
             server=find_server(self.tritonserver),

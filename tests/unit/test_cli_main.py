@@ -18,6 +18,7 @@ from backend_lib.cli.server import ServerMissingError, TritonServer, find_server
         (["--set", "kv_token=5"], "unknown parameter 'kv_token' (did you mean 'kv_tokens'?)"),
         (["--set", "kv_tokens=many"], "parameter 'kv_tokens' is 'many'; allowed is a whole number from 2"),
         (["--set", "kv_tokens"], "--set kv_tokens: expected key=value"),
+        (["--name", "a/b"], "--name a/b: expected letters"),
         (["--tritonserver", "/nonexistent/tritonserver"], "/nonexistent/tritonserver: no such program"),
         (["--model-repository", "/nonexistent"], "no llm/config.pbtxt in /nonexistent"),
         (["--", "--http-port=http"], "--http-port is 'http'; expected a number"),

@@ -19,7 +19,9 @@ ROOT = Path(__file__).resolve().parents[2]
 _TINY_LLAMA = """
 import kernels, torch
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.utils import is_kernels_available
 
+assert not is_kernels_available()
 torch.manual_seed(0)
 sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=64)
 config = LlamaConfig(**sizes, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
