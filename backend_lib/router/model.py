@@ -17,9 +17,41 @@ from backend_lib.router.router import Inbound, Router
 
 log = logging.getLogger("tandem")
 
+# What config.pbtxt says too, for a configuration that leaves it out: one given to the model-load API replaces the file.
+INPUTS = (
+    {"name": "text_input", "data_type": "TYPE_STRING", "dims": [1]},
+    {"name": "stream", "data_type": "TYPE_BOOL", "dims": [1], "optional": True},
+    {"name": "sampling_parameters", "data_type": "TYPE_STRING", "dims": [1], "optional": True},
+    {"name": "exclude_input_in_output", "data_type": "TYPE_BOOL", "dims": [1], "optional": True},
+    {"name": "return_finish_reason", "data_type": "TYPE_BOOL", "dims": [1], "optional": True},
+    {"name": "return_num_input_tokens", "data_type": "TYPE_BOOL", "dims": [1], "optional": True},
+    {"name": "return_num_output_tokens", "data_type": "TYPE_BOOL", "dims": [1], "optional": True},
+)
+OUTPUTS = (
+    {"name": "text_output", "data_type": "TYPE_STRING", "dims": [-1]},
+    {"name": "finish_reason", "data_type": "TYPE_STRING", "dims": [-1]},
+    {"name": "num_input_tokens", "data_type": "TYPE_UINT32", "dims": [1]},
+    {"name": "num_output_tokens", "data_type": "TYPE_UINT32", "dims": [-1]},
+)
+
 
 class TritonPythonModel:
     """What Triton's Python backend calls: `initialize` once, `execute` per request, `finalize` at unload."""
+
+    @staticmethod
+    def auto_complete_config(config: Any) -> Any:
+        """Called in a process of its own before the model is loaded. What is there already is left as it is."""
+        given = config.as_dict()
+        names = {tensor["name"] for tensor in [*given["input"], *given["output"]]}
+        for tensor in INPUTS:
+            if tensor["name"] not in names:
+                config.add_input(tensor)
+        for tensor in OUTPUTS:
+            if tensor["name"] not in names:
+                config.add_output(tensor)
+        config.set_max_batch_size(0)
+        config.set_model_transaction_policy({"decoupled": True})
+        return config
 
     def initialize(self, args: dict[str, str]) -> None:
         logging.basicConfig(level=logging.INFO, format="tandem router: %(message)s", stream=sys.stderr)

@@ -1,0 +1,126 @@
+"""gRPC streams: names, types and shapes of what comes out, the final flag, and Triton's asyncio client."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import tritonclient.grpc as grpcclient
+import tritonclient.grpc.aio as grpcaio
+
+from backend_lib.router.fields import FIELDS
+from tests.support.clients import TIMEOUT, Response, make_input, read_result
+from tests.support.hashing import GREEDY, PROMPT, answer
+
+USAGE = {"return_finish_reason": True, "return_num_input_tokens": True, "return_num_output_tokens": True}
+LENGTH_5 = {"parameters": {"max_tokens": 5, **GREEDY}}
+
+
+def joined(responses: list[Response]) -> str:
+    return "".join(response.text for response in responses)
+
+
+def test_metadata_names_every_input_and_output(hash_server):
+    with grpcclient.InferenceServerClient(hash_server.grpc_url) as client:
+        metadata = client.get_model_metadata("llm", client_timeout=TIMEOUT)
+        config = client.get_model_config("llm", client_timeout=TIMEOUT).config
+    assert [(each.name, each.datatype, list(each.shape)) for each in metadata.outputs] == [
+        ("text_output", "BYTES", [-1]),
+        ("finish_reason", "BYTES", [-1]),
+        ("num_input_tokens", "UINT32", [1]),
+        ("num_output_tokens", "UINT32", [-1]),
+    ]
+    inputs = {each.name: (each.datatype, list(each.shape)) for each in metadata.inputs}
+    assert inputs["text_input"] == ("BYTES", [1])
+    assert set(inputs) - {"text_input", "sampling_parameters"} <= set(FIELDS)
+    assert [each.name for each in config.input if not each.optional] == ["text_input"]
+    assert config.model_transaction_policy.decoupled
+
+
+def test_types_and_shapes_of_the_outputs(grpc):
+    responses = grpc.ask(PROMPT, stream=True, **USAGE, **LENGTH_5)
+    for response in responses:
+        shapes = {name: (array.dtype, array.shape) for name, array in response.outputs.items()}
+        assert shapes == {
+            "text_output": (np.object_, (1,)),
+            "finish_reason": (np.object_, (1,)),
+            "num_input_tokens": (np.uint32, (1,)),
+            "num_output_tokens": (np.uint32, (1,)),
+        }
+
+
+def test_every_response_carries_the_id_and_only_the_last_is_final(grpc):
+    responses = grpc.ask(PROMPT, stream=True, request_id="r 1", **USAGE, **LENGTH_5)
+    assert joined(responses) == answer(5)
+    assert {response.id for response in responses} == {"r 1"}
+    assert [response.final for response in responses] == [False] * (len(responses) - 1) + [True]
+    assert [response.finish_reason for response in responses] == ["None"] * (len(responses) - 1) + ["length"]
+    assert sum(int(response.outputs["num_output_tokens"][0]) for response in responses) == 5
+
+
+def test_the_final_flag_rides_on_data_even_for_clients_that_take_an_empty_one(grpc):
+    responses = grpc.ask(PROMPT, stream=True, empty_final=True, **LENGTH_5)
+    assert all("text_output" in response.outputs for response in responses)
+    assert joined(responses) == answer(5)
+    assert grpc.is_quiet()
+
+
+def test_without_streaming_there_is_one_response_that_is_final(grpc):
+    for stream in ({}, {"stream": False}):
+        (response,) = grpc.ask(PROMPT, empty_final=True, **stream, **LENGTH_5)
+        assert response.final
+        assert response.text == PROMPT + answer(5)
+    assert grpc.is_quiet()
+
+
+def test_only_requested_outputs_come(grpc):
+    (response,) = grpc.ask(PROMPT, outputs=["num_output_tokens"], **USAGE, **LENGTH_5)
+    assert set(response.outputs) == {"num_output_tokens"}
+
+
+def test_requests_of_one_stream_run_side_by_side(grpc):
+    for number in range(8):
+        parameters = {"max_tokens": 20 + number, **GREEDY}
+        grpc.send(PROMPT, stream=True, request_id=str(number), parameters=parameters)
+    texts = dict.fromkeys(map(str, range(8)), "")
+    while sum(map(len, texts.values())) < sum(range(20, 28)):
+        response = grpc.next()
+        assert not response.error
+        texts[response.id] += response.text
+    assert texts == {str(number): answer(20 + number) for number in range(8)}
+
+
+def test_an_error_leaves_the_stream_open(grpc):
+    assert "max_tokens" in grpc.error(PROMPT, parameters={"max_tokens": 0})
+    assert joined(grpc.ask(PROMPT, stream=True, **LENGTH_5)) == answer(5)
+
+
+def test_asyncio_client(hash_server):
+    async def requests():
+        for number in range(4):
+            yield {
+                "model_name": "llm",
+                "inputs": [make_input("text_input", PROMPT), make_input("stream", True)],
+                "request_id": str(number),
+                "parameters": {"max_tokens": 10, **GREEDY},
+            }
+
+    async def ask() -> dict[str, str]:
+        texts = dict.fromkeys(map(str, range(4)), "")
+        async with grpcaio.InferenceServerClient(hash_server.grpc_url) as client:
+            async for result, error in client.stream_infer(requests(), stream_timeout=TIMEOUT):
+                assert error is None
+                response = read_result(result)
+                texts[response.id] += response.text
+        return texts
+
+    assert asyncio.run(asyncio.wait_for(ask(), TIMEOUT)) == {str(number): answer(10) for number in range(4)}
+
+
+def test_text_of_any_length_comes_through(grpc):
+    """Past the 1 MiB that Triton's shared memory starts with."""
+    ids = [3 + number % 900 for number in range(40_000)]
+    text = "".join(chr(0x4E00 + i) for i in ids)
+    (response,) = grpc.ask(text, return_num_input_tokens=True, parameters={"max_tokens": 2, **GREEDY})
+    assert int(response.outputs["num_input_tokens"][0]) == 40_000
+    assert response.text.startswith(text)
