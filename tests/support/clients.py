@@ -65,13 +65,13 @@ class HttpClient:
         assert answer.status_code != 200, answer.text
         return answer.status_code, answer.json()["error"]
 
-    def stream(self, text: str, **body: Any) -> Iterator[dict[str, Any]]:
+    def stream(self, text: str | None, **body: Any) -> Iterator[dict[str, Any]]:
         """The events of generate_stream, as they come. Closing the iterator closes the connection."""
         with self.open_stream(text, **body) as answer:
             yield from events(answer)
 
-    def open_stream(self, text: str, **body: Any) -> requests.Response:
-        body = {"text_input": text, "stream": True} | body
+    def open_stream(self, text: str | None, **body: Any) -> requests.Response:
+        body = ({} if text is None else {"text_input": text}) | {"stream": True} | body
         answer = requests.post(f"{self._url}/generate_stream", json=body, stream=True, timeout=TIMEOUT)
         assert answer.status_code == 200, answer.text
         return answer
