@@ -12,6 +12,7 @@ from backend_lib.cli.watch import Watch
 
 STUB_DIED = 1
 _READY_POLL_S = 0.1
+_PROGRESS_S = 5.0
 # How often to look for a stub that a model load over the repository API has started.
 _RESCAN_S = 1.0
 
@@ -39,14 +40,11 @@ def _wait_ready(process: ServerProcess, watch: Watch) -> int | None:
         progress.show()
         event = watch.wait(_READY_POLL_S)
         if event.signal:
-            progress.close()
             return _end(process, watch)
         if event.ended == process.pid:
-            progress.close()
             code = process.kill()
             _say(f"tritonserver ended with code {code} before the model was ready; its messages are above")
             return code or 1
-    progress.close()
     _say(f"{process.plan.model} is ready after {progress.seconds:.1f} s; Ctrl-C ends it. Try:")
     print(_example(process), flush=True)
     return None
@@ -86,28 +84,22 @@ def _end(process: ServerProcess, watch: Watch) -> int:
 
 
 class _Progress:
-    """Seconds since the start: rewritten in place on a terminal, a line every five seconds elsewhere."""
+    """A line every few seconds. Whole lines, because the server's own messages come in between."""
 
     def __init__(self, plan: ServePlan) -> None:
         self._start = time.monotonic()
-        self._next = 0.0
-        self._text = f"loading {plan.model} with {plan.server.binary}"
-        self._terminal = sys.stderr.isatty()
+        self._next = _PROGRESS_S
+        self._model = plan.model
+        _say(f"starting {plan.server.binary}")
 
     @property
     def seconds(self) -> float:
         return time.monotonic() - self._start
 
     def show(self) -> None:
-        if self.seconds < self._next:
-            return
-        self._next += 1.0 if self._terminal else 5.0
-        start, end = ("\r", "") if self._terminal else ("", "\n")
-        print(f"{start}tandem: {self._text} … {self.seconds:.0f} s", end=end, file=sys.stderr, flush=True)
-
-    def close(self) -> None:
-        if self._terminal:
-            print(file=sys.stderr)
+        if self.seconds >= self._next:
+            _say(f"loading {self._model} … {self.seconds:.0f} s")
+            self._next += _PROGRESS_S
 
 
 def _say(text: str) -> None:
