@@ -54,9 +54,10 @@ class Group:
             if stream.released:
                 return  # its slot may be another's by now
             self._slots.set_client_finish(stream.slot, stream.verdict.finish)
-            if stream.posted:
+            if stream.posted and self._up:
                 stream.last_command = self._post(CommandKind.ABORT, stream)
                 return
+            self._posted.pop(stream.slot, None)  # its worker is dead, and the next one is not given it
             stream.released = True  # if it is in the queue, it is skipped there
         self._on_released(stream)
 
@@ -86,11 +87,11 @@ class Group:
     def went_down(self) -> list[Stream]:
         """The worker is dead and reaped. Returns the streams that leave: over already, or suspected of its death."""
         with self._lock:
-            self._up = False
+            was_up, self._up = self._up, False
             self.ring.discard()
             self._arena.set_epoch(self.index, self._arena.epoch(self.index) + 1)
             self._status.reset()
-            for stream in self._posted.values():
+            for stream in self._posted.values() if was_up else ():  # no request kills a worker that still loads
                 self._count_death(stream)
             gone = [stream for stream in self._posted.values() if stream.deaths >= MAX_DEATHS or self._is_over(stream)]
             for stream in gone:

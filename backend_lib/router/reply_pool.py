@@ -23,6 +23,7 @@ class ReplyPool:
         self._work = work
         self._queue: queue.SimpleQueue[Stream | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
+        self._all_done = threading.Condition(self._lock)
         self._marks: dict[Stream, bool] = {}  # queued or under way; True: marked again while under way
         self._threads = [
             threading.Thread(target=self._run, name=f"tandem-reply-{number}", daemon=True)
@@ -41,6 +42,8 @@ class ReplyPool:
 
     def close(self) -> None:
         """End the threads once everything marked so far has been worked on."""
+        with self._all_done:
+            self._all_done.wait_for(lambda: not self._marks)  # one marked while under way is queued only afterwards
         for _ in self._threads:
             self._queue.put(None)
         for thread in self._threads:
@@ -58,5 +61,7 @@ class ReplyPool:
                 again = self._marks.pop(stream)
                 if again:
                     self._marks[stream] = False
+                elif not self._marks:
+                    self._all_done.notify_all()
             if again:
                 self._queue.put(stream)

@@ -33,6 +33,7 @@ REPLY_THREADS = 4
 INTAKE_THREADS = 2
 RING_RECORDS = 4096
 MAX_HEAP_BYTES = 1 << 31
+MAX_FAILED_STARTS = 5  # in a row, over some 15 seconds; then those who wait for the worker are told
 PARAMS_BYTES = 4096  # of a typical slot's parameter blob, for the size of the heap
 
 
@@ -258,7 +259,14 @@ class Router:
             if stream.deaths >= MAX_DEATHS:
                 stream.decide(Verdict(FinishReason.ERROR, ErrorKind.INTERNAL, blame))
             self._maybe_retire(stream)
+        if self._supervisor.failed_starts >= MAX_FAILED_STARTS:
+            self._end_all(Verdict(FinishReason.ERROR, ErrorKind.UNAVAILABLE, f"the model cannot be loaded: {words}"))
         self._rescan()
+
+    def _end_all(self, verdict: Verdict) -> None:
+        for stream in list(self._streams.values()):
+            if stream.decide(verdict):
+                self._end(stream)
 
     def _refusal(self) -> str:
         if self._closing:

@@ -35,7 +35,7 @@ class Supervisor:
         self._stop = Doorbell()
         self._stopping = False
         self._first_load: Future[int] = Future()
-        self._failed_starts = 0
+        self.failed_starts = 0  # in a row
         self._thread = threading.Thread(target=self._run, name="tandem-supervisor", daemon=True)
 
     def start(self) -> int:
@@ -55,15 +55,23 @@ class Supervisor:
 
     def _run(self) -> None:
         while not self._stopping:
-            worker = WorkerProcess(self._arena, self._group, rank=0)
-            try:
-                words = self._watch(worker)
-            finally:
-                worker.kill()
+            words = self._run_worker()
             if self._stopping or self._gave_up(words):
                 return
             self._on_down(words)
             self._back_off()
+
+    def _run_worker(self) -> str:
+        """One worker from start to end; how it ended, in words."""
+        try:
+            worker = WorkerProcess(self._arena, self._group, rank=0)
+        except OSError as error:  # no interpreter, no memory for a process
+            self.failed_starts += 1
+            return f"a worker could not be started: {error}"
+        try:
+            return self._watch(worker)
+        finally:
+            worker.kill()
 
     def _watch(self, worker: WorkerProcess) -> str:
         """Follow a worker from start to end; how it ended, in words."""
@@ -71,14 +79,14 @@ class Supervisor:
         while not (ended or self._stopping) and self._status.state is not WorkerState.READY:
             ended = worker.wait(self._stop.fd, LOADING_POLL)
         if not (ended or self._stopping):
-            self._failed_starts = 0
+            self.failed_starts = 0
             log.info("worker %d is ready", worker.pid)
             self._on_up()
             if not self._first_load.done():
                 self._first_load.set_result(self._status.kv_tokens)
             ended = worker.wait(self._stop.fd)
         else:
-            self._failed_starts += 1
+            self.failed_starts += 1
         return f"worker {worker.pid} {worker.end}: {self._status.error}" if ended else "stopped"
 
     def _gave_up(self, words: str) -> bool:
@@ -89,7 +97,7 @@ class Supervisor:
         return True
 
     def _back_off(self) -> None:
-        pause = BACK_OFF[min(self._failed_starts, len(BACK_OFF) - 1)]
+        pause = BACK_OFF[min(self.failed_starts, len(BACK_OFF) - 1)]
         deadline = time.monotonic() + pause
         while not self._stopping and time.monotonic() < deadline:
             self._stop.wait(timeout=deadline - time.monotonic())

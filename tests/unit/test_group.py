@@ -1,0 +1,232 @@
+"""A group's queue and ring: order, throttle, aborts at every stage, and the life after a worker's death."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from backend_lib.arena import CommandKind
+from backend_lib.request import FinishReason, GenerationRequest
+from backend_lib.router.group import LOOKAHEAD, MAX_DEATHS, Group
+from backend_lib.router.reply import ErrorKind, Verdict
+from backend_lib.router.stream import Stream
+from tests.support.arena import close, new_arena
+from tests.support.senders import ListSender
+
+CANCELLED = Verdict(FinishReason.CANCELLED, ErrorKind.CANCELLED, "gone")
+RUNNING = 2
+FULL = RUNNING + LOOKAHEAD
+ADMIT, ABORT = CommandKind.ADMIT, CommandKind.ABORT
+
+
+class Fixture:
+    """A group without a worker; the test reads the ring and publishes as a worker would."""
+
+    def __init__(self) -> None:
+        self.arena = new_arena(num_groups=1, num_ranks=1, num_slots=64, ring_records=256, dirty_records=64)
+        self.released: list[Stream] = []
+        self.group = Group(self.arena, 0, max_running=RUNNING, on_released=self.released.append)
+        self.made = 0
+
+    def submit(self, priority: int = 0) -> Stream:
+        stream = Stream(GenerationRequest(request_id="", text="", priority=priority), ListSender(), self.made, 7)
+        self.made += 1
+        self.arena.slots.write(stream.slot, {"generation": 7})
+        self.group.submit(stream)
+        return stream
+
+    def commands(self) -> list[tuple[CommandKind, int]]:
+        """What has been posted since the last call."""
+        found = self.group.ring.read(0)
+        if found:
+            self.group.ring.advance(0, found[-1].sequence)
+        return [(command.kind, command.slot) for command in found]
+
+    def publish(self, stream: Stream, output_len: int, finish: FinishReason = FinishReason.NONE) -> None:
+        self.arena.slots.publish(stream.slot, 7, output_len, finish, released=False)
+
+    def abort(self, stream: Stream) -> None:
+        assert stream.decide(CANCELLED)
+        self.group.abort(stream)
+
+    def restart(self) -> list[Stream]:
+        """A worker that was up dies and the next one comes up."""
+        gone = self.group.went_down()
+        self.group.came_up()
+        return gone
+
+
+@pytest.fixture
+def it():
+    fixture = Fixture()
+    yield fixture
+    close(fixture.arena)
+
+
+def test_nothing_is_posted_before_a_worker_is_up(it) -> None:
+    streams = [it.submit() for _ in range(3)]
+    assert it.commands() == []
+    it.group.came_up()
+    assert it.commands() == [(ADMIT, stream.slot) for stream in streams]
+
+
+def test_priority_goes_first_and_then_arrival(it) -> None:
+    low, first, high, second = it.submit(-1), it.submit(), it.submit(5), it.submit()
+    it.group.came_up()
+    assert it.commands() == [(ADMIT, stream.slot) for stream in (high, first, second, low)]
+
+
+def test_no_more_is_posted_than_can_run_and_a_few(it) -> None:
+    it.group.came_up()
+    streams = [it.submit() for _ in range(FULL + 2)]
+    assert it.commands() == [(ADMIT, stream.slot) for stream in streams[:FULL]]
+    it.group.settle(streams[3])
+    it.group.settle(streams[3])  # told twice, counted once
+    assert it.commands() == [(ADMIT, streams[FULL].slot)]
+    assert it.released == [streams[3]]
+
+
+def test_an_abort_before_the_post_needs_no_worker(it) -> None:
+    it.group.came_up()
+    streams = [it.submit() for _ in range(FULL + 2)]
+    it.commands()
+    it.abort(streams[FULL])
+    assert it.released == [streams[FULL]] and it.commands() == []
+    it.group.settle(streams[0])
+    assert it.commands() == [(ADMIT, streams[FULL + 1].slot)]
+
+
+def test_an_abort_after_the_post_is_told_to_the_worker_which_then_releases(it) -> None:
+    it.group.came_up()
+    stream = it.submit()
+    it.abort(stream)
+    assert it.commands() == [(ADMIT, 0), (ABORT, 0)] and it.released == []
+    assert stream.last_command == 2
+    assert it.arena.slots.client_finish(0) is FinishReason.CANCELLED
+    it.group.settle(stream)
+    assert it.released == [stream]
+
+
+def test_an_abort_after_the_release_is_not_posted(it) -> None:
+    it.group.came_up()
+    stream = it.submit()
+    it.group.settle(stream)
+    it.abort(stream)
+    assert it.commands() == [(ADMIT, 0)] and it.released == [stream]
+    assert it.arena.slots.client_finish(0) is FinishReason.NONE  # the slot may be another's by now
+
+
+def test_an_abort_before_the_submit_keeps_it_from_being_posted(it) -> None:
+    it.group.came_up()
+    stream = Stream(GenerationRequest(request_id="", text=""), ListSender(), 9, 7)
+    it.abort(stream)
+    it.group.submit(stream)
+    assert it.released == [stream] and it.commands() == []
+
+
+@pytest.mark.parametrize("queued", [False, True])
+def test_settle_and_abort_at_once_release_once(it, queued: bool) -> None:
+    """Both sides of the race, many times: whoever comes second finds nothing to do."""
+    if not queued:
+        it.group.came_up()
+    for _ in range(60):
+        stream = it.submit()
+        barrier = threading.Barrier(2)
+        calls = [lambda s=stream: it.abort(s), lambda s=stream: it.group.settle(s)]
+        if queued:
+            calls[1] = lambda s=stream: it.group.abort(s) if s.verdict else None
+        threads = [threading.Thread(target=lambda c=call, b=barrier: (b.wait(), c())) for call in calls]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert it.released.count(stream) == 1
+        it.commands()
+
+
+def test_a_new_worker_is_given_the_same_in_the_same_order(it) -> None:
+    it.group.came_up()
+    streams = [it.submit(priority) for priority in (0, 3, 1)]
+    waiting = [it.submit() for _ in range(FULL)]
+    it.group.settle(streams[1])
+    it.commands()
+    epoch = it.arena.epoch(0)
+    assert it.restart() == []
+    assert it.arena.epoch(0) == epoch + 1
+    order = [streams[0], streams[2], *waiting[: FULL - 2]]
+    assert it.commands() == [(ADMIT, stream.slot) for stream in order]
+
+
+def test_commands_for_a_dead_worker_are_forgotten(it) -> None:
+    it.group.came_up()
+    stream = it.submit()
+    it.group.went_down()
+    assert it.commands() == []
+    it.group.came_up()
+    assert it.commands() == [(ADMIT, stream.slot)]
+
+
+def test_what_had_ended_is_not_given_to_a_new_worker(it) -> None:
+    it.group.came_up()
+    ended, cancelled, alive = it.submit(), it.submit(), it.submit()
+    it.publish(ended, 3, FinishReason.EOS)
+    it.abort(cancelled)
+    it.commands()
+    assert it.restart() == [ended, cancelled]
+    assert it.commands() == [(ADMIT, alive.slot)]
+
+
+def test_an_abort_while_no_worker_is_up_releases_at_once(it) -> None:
+    """Posted now, it would stand before the ADMIT for the next worker, which would compute the sequence to its end."""
+    it.group.came_up()
+    stream, alive = it.submit(), it.submit()
+    it.commands()
+    it.group.went_down()
+    it.abort(stream)
+    assert it.released == [stream]
+    it.group.came_up()
+    assert it.commands() == [(ADMIT, alive.slot)]
+
+
+def test_deaths_count_only_while_nothing_is_published(it) -> None:
+    it.group.came_up()
+    stuck, moving = it.submit(), it.submit()
+    for number in range(1, MAX_DEATHS + 1):
+        it.publish(moving, number)
+        gone = it.restart()
+        assert gone == ([stuck] if number == MAX_DEATHS else [])
+    assert stuck.deaths == MAX_DEATHS and moving.deaths == 0
+    assert it.released == []  # the caller looks at those that went_down returned
+
+
+def test_progress_forgives_earlier_deaths(it) -> None:
+    it.group.came_up()
+    stream = it.submit()
+    for _ in range(MAX_DEATHS - 1):
+        it.restart()
+    it.publish(stream, 1)
+    for _ in range(MAX_DEATHS - 1):
+        assert it.restart() == []
+    assert it.restart() == []
+    assert it.restart() == [stream]
+
+
+def test_a_worker_that_dies_before_it_is_up_was_killed_by_no_request(it) -> None:
+    it.group.came_up()
+    stream = it.submit()
+    it.group.went_down()
+    for _ in range(2 * MAX_DEATHS):
+        assert it.group.went_down() == []
+    it.group.came_up()
+    assert it.commands() == [(ADMIT, stream.slot)] and stream.deaths == 1
+
+
+def test_a_request_that_no_worker_has_seen_is_not_blamed(it) -> None:
+    it.group.came_up()
+    for _ in range(FULL):
+        it.submit()
+    waiting = it.submit()
+    for _ in range(MAX_DEATHS):
+        it.restart()
+    assert waiting.deaths == 0 and it.commands()[0] == (ADMIT, waiting.slot)

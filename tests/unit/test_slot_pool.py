@@ -1,0 +1,53 @@
+"""Slots are not handed out again while a rank may still read a command that names them."""
+
+from __future__ import annotations
+
+import pytest
+
+from backend_lib.arena import CommandKind
+from backend_lib.router.slot_pool import SlotPool
+from tests.support.arena import close, new_arena
+
+
+@pytest.fixture
+def ring():
+    arena = new_arena(num_groups=1, num_ranks=2)
+    yield arena.ring(0)
+    close(arena)
+
+
+def test_every_slot_once_each_time_under_a_new_generation(ring) -> None:
+    pool = SlotPool(3)
+    taken = [pool.acquire() for _ in range(4)]
+    assert taken == [(0, 1), (1, 2), (2, 3), None]
+    pool.retire(1, ring, 0)
+    assert pool.acquire() == (1, 4)
+
+
+def test_the_longest_unused_comes_first(ring) -> None:
+    pool = SlotPool(3)
+    for slot, _ in [pool.acquire(), pool.acquire()]:
+        pool.retire(slot, ring, 0)
+    assert [pool.acquire()[0] for _ in range(3)] == [2, 0, 1]
+
+
+def test_a_slot_comes_back_when_every_rank_has_passed_its_last_command(ring) -> None:
+    pool = SlotPool(1)
+    slot, generation = pool.acquire()
+    ring.post(CommandKind.ADMIT, slot, generation)
+    last = ring.post(CommandKind.ABORT, slot, generation)
+    pool.retire(slot, ring, last)
+    for rank, sequence in [(0, 1), (0, 2), (1, 1)]:
+        ring.advance(rank, sequence)
+        assert pool.acquire() is None
+    ring.advance(1, 2)
+    assert pool.acquire() == (slot, generation + 1)
+
+
+def test_one_that_must_wait_does_not_keep_others(ring) -> None:
+    pool = SlotPool(2)
+    first, second = pool.acquire(), pool.acquire()
+    pool.retire(first[0], ring, ring.post(CommandKind.ABORT, *first))
+    pool.retire(second[0], ring, 0)
+    assert pool.acquire()[0] == second[0]
+    assert pool.acquire() is None
