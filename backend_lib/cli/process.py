@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
-from urllib.error import URLError
 from urllib.request import Request, urlopen
 
 from backend_lib.cli.flags import ServerFlags
@@ -77,17 +76,23 @@ class ServerProcess:
         try:
             with urlopen(f"{self.url}/v2/models/{self.plan.model}/ready", timeout=2) as answer:
                 return answer.status == 200
-        except (URLError, OSError):
+        except OSError:
             return False
 
     def is_loaded(self) -> bool:
-        """Whether the server believes that the model is loaded: false while it is being unloaded and after that."""
+        """Whether the server believes that the model is loaded: not while it unloads the model or ends itself.
+
+        A server too busy to answer counts as one that believes so.
+        """
         request = Request(f"{self.url}/v2/repository/index", data=b"{}", method="POST")
         try:
             with urlopen(request, timeout=1) as answer:
                 index = json.load(answer)
-        except (URLError, OSError):
+        except TimeoutError:
             return True
+        except OSError:
+            # On its way out the server first refuses requests and then closes its door.
+            return False
         return any(entry["name"] == self.plan.model and entry.get("state") == "READY" for entry in index)
 
     def stubs(self) -> list[int]:

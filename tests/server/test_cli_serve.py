@@ -61,6 +61,12 @@ def test_the_servers_own_exit_code_is_passed_on(tmp_path, echo):
         assert served.wait_end(2) == 128 + signal.SIGKILL
 
 
+def test_a_server_that_ends_by_itself_is_no_death_of_the_stub(tmp_path, echo):
+    with tandem_serve(tmp_path, command=echo) as served:
+        os.kill(served.child("tritonserver"), signal.SIGTERM)
+        assert served.wait_end(15) == 0
+
+
 def test_nothing_stays_when_the_command_itself_is_killed(tmp_path, echo):
     with tandem_serve(tmp_path, command=echo) as served:
         served.popen.kill()
