@@ -81,7 +81,11 @@ class Watcher:
     def _look_at(self, stream: Stream) -> None:
         if stream.answered:
             return
-        verdict = self._verdict(stream)
+        try:
+            verdict = self._verdict(stream)
+        except Exception as error:  # from Triton: this thread also keeps everybody else's deadline
+            words = f"the client cannot be asked whether it is still there: {error}"
+            verdict = Verdict(FinishReason.ERROR, ErrorKind.INTERNAL, words)
         if verdict and stream.decide(verdict):
             self._on_verdict(stream)
 
