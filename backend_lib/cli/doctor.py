@@ -75,13 +75,8 @@ def _backend(server: TritonServer) -> Finding:
 
 
 def _stub(server: TritonServer) -> Finding:
-    running = "{}.{}".format(*sys.version_info)
-    if server.stub_python is None:
-        return Finding("missing", "stub", f"{server.stub}: there is none for Python {running}")
-    if server.stub_python != running:
-        why = f"embeds Python {server.stub_python}, but Tandem is installed for Python {running}"
-        return Finding("missing", "stub", f"{server.stub} {why}")
-    return Finding("ok", "stub", f"embeds Python {server.stub_python}: {server.stub}")
+    problem = server.stub_problem()
+    return Finding("missing", "stub", problem) if problem else Finding("ok", "stub", str(server.stub))
 
 
 def _libraries(server: TritonServer) -> Finding:

@@ -59,8 +59,11 @@ class Options:
         if self.name is not None and not re.fullmatch(r"[\w.-]+", self.name):
             raise ValueError(f"--name {self.name}: expected letters, digits and . _ -, because it names a folder")
         settings = self.settings()
+        server = find_server(self.tritonserver)
+        if problem := server.stub_problem():
+            raise ValueError(problem)
         return ServePlan(
-            server=find_server(self.tritonserver),
+            server=server,
             source=self.source,
             source_model=self.source_model,
             model=self.name or SHIPPED_MODEL,

@@ -40,6 +40,15 @@ class TritonServer:
         found = re.search(rb"libpython(3\.\d+)\.so", self.stub.read_bytes()) if self.stub.is_file() else None
         return found.group(1).decode() if found else None
 
+    def stub_problem(self) -> str | None:
+        """Why the stub can't run Tandem, in words; None when it can."""
+        if self.stub_python is None:
+            return f"{self.stub}: there is none for Python {_python_version()}"
+        if self.stub_python != _python_version():
+            why = f"embeds Python {self.stub_python}, but Tandem is installed for Python {_python_version()}"
+            return f"{self.stub} {why}"
+        return None
+
     def environment(self) -> dict[str, str]:
         """This process's environment, changed so that the stub embeds the Python that runs now."""
         env = dict(os.environ)
