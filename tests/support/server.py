@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import socket
 import tempfile
 import time
@@ -139,22 +138,28 @@ def _start_with_retry(
 @contextlib.contextmanager
 def _watched(plan: ServePlan) -> Iterator[RunningServer]:
     """A server that has started; on leaving, every process and every shared-memory region of it must be gone."""
-    folder = Path(tempfile.mkdtemp(prefix="tandem-test-"))
-    with (folder / "server.log").open("w") as log, started(plan, log) as process:
-        server = RunningServer(process, folder / "server.log")
-        family: list[psutil.Process] = []
-        try:
-            yield server
-        finally:
-            family = _descendants(process.pid)
-            if not server.stub_pids:
-                # With its stub dead the server would wait for it until its time limit.
-                process.kill()
+    with tempfile.TemporaryDirectory(prefix="tandem-test-") as folder:
+        log_file = Path(folder) / "server.log"
+        with log_file.open("w") as log, started(plan, log) as process:
+            server = RunningServer(process, log_file)
+            try:
+                yield server
+            except BaseException:
+                print(server.log)  # pytest shows it beside the failure
+                raise
+            finally:
+                family = _descendants(process.pid)
+                if not server.stub_pids:
+                    # With its stub dead the server would wait for it until its time limit.
+                    process.kill()
+        _check_nothing_left(server, family)
+
+
+def _check_nothing_left(server: RunningServer, family: list[psutil.Process]) -> None:
     _, alive = psutil.wait_procs(family, timeout=5)
     assert not alive, f"still running after the server ended: {alive}\n{server.log}"
-    left = list(Path("/dev/shm").glob(f"{process.shm_prefix}*"))
+    left = list(Path("/dev/shm").glob(f"{server.process.shm_prefix}*"))
     assert not left, f"left in shared memory: {left}"
-    shutil.rmtree(folder)
 
 
 def _descendants(pid: int) -> list[psutil.Process]:
