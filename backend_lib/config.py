@@ -90,17 +90,21 @@ def _unknown_key(key: str, allowed: list[str]) -> str:
 def _parse(spec: Any, text: str) -> Any:
     """One setting's value from its text. Raises ValueError naming the setting, the value and what is allowed."""
     meta = spec.metadata
-    if "choices" in meta:
-        value, valid = text, text in meta["choices"]
-    elif "kind" in meta:
-        value = None if spec.default is None and text == "auto" else _number_of(meta["kind"], text)
-        valid = meta["low"] <= value <= meta["high"] if value is not None else text == "auto" and spec.default is None
-    else:
-        value, valid = text, bool(text)
-    if not valid:
+    if "kind" in meta and spec.default is None and text == "auto":
+        return None
+    value = _number_of(meta["kind"], text) if "kind" in meta else text
+    if not _is_allowed(meta, value):
         verb = "are" if "choices" in meta else "is"
         raise ValueError(f"parameter '{spec.name}' is {reprlib.repr(text)}; allowed {verb} {_allowed(spec)}")
     return value
+
+
+def _is_allowed(meta: Mapping[str, Any], value: Any) -> bool:
+    if "choices" in meta:
+        return value in meta["choices"]
+    if "kind" in meta:
+        return value is not None and meta["low"] <= value <= meta["high"]
+    return bool(value)
 
 
 def _number_of(kind: type, text: str) -> float | None:

@@ -1,8 +1,9 @@
 """CPU time of the infer loop per step, with a model that computes nothing.
 
-32 rows decode; each step one sequence ends and one is admitted. KV allocation, row staging, publishing and the doorbell
-are the real ones, as are arena, scheduler and runner. The figure is the loop thread's own CPU time (`thread_time`), so a
-busy machine does not change it. With overlap the forward runs on the compute thread and is not in it.
+32 rows decode; each step one sequence ends and one is admitted. KV allocation, row staging, publishing and the
+doorbell are the real ones, as are arena, scheduler and runner. The figure is the loop thread's own CPU time
+(`thread_time`), so that a busy machine hardly changes it. With overlap the forward runs on the compute thread and is
+not in it.
 
     python -m benchmarks.loop [--rows 32] [--steps 3000] [--overlap on|off]
 """
