@@ -61,7 +61,8 @@ class Ask:
         assert sender.error is None, sender.error
         echo = hash_text(self.prompt) if not self.parameters.get("stream") else ""
         expected = self.expected()
-        assert Expected(sender.text.removeprefix(echo), sender.num_tokens, sender.finish) == expected
+        got = Expected(sender.text.removeprefix(echo), sender.num_tokens, sender.finish)
+        assert got == expected, f"{got} is not {expected} for {self.prompt} {self.parameters}"
         assert sender.text.startswith(echo)
         assert all(reply.num_input_tokens == len(self.prompt) for reply in sender.replies)
         self._check_pieces()
@@ -136,17 +137,18 @@ def running_router(folder: Path, **settings: Any) -> Iterator[Router]:
         yield router
     finally:
         router.close()
-        assert worker_pids() == []
+        assert worker_pid(router) is None
 
 
-def worker_pids() -> list[int]:
+def worker_pids() -> set[int]:
     """Workers started by this process."""
-    return [child.pid for child in psutil.Process().children() if "backend_lib.worker" in " ".join(child.cmdline())]
+    return {child.pid for child in psutil.Process().children() if "backend_lib.worker" in " ".join(child.cmdline())}
 
 
-def worker_pid() -> int:
-    (pid,) = worker_pids()
-    return pid
+def worker_pid(router: Router) -> int | None:
+    """The router's worker, from the arena's descriptor in its arguments."""
+    argument = f"--arena={router._arena.fd}"
+    return next((child.pid for child in psutil.Process().children() if argument in child.cmdline()), None)
 
 
 def assert_level(router: Router, timeout: float = 5.0) -> None:
