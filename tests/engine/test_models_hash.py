@@ -1,6 +1,5 @@
 """The test-only model against its definition in plain integers."""
 
-import time
 
 import pytest
 import torch
@@ -67,16 +66,3 @@ def test_a_step_without_logits() -> None:
         logits_index=torch.tensor([], dtype=torch.int64),
     )
     assert MODEL.forward(batch, MODEL.allocate_kv(2)).shape == (0, VOCAB)
-
-
-def test_a_decode_step_of_32_rows_costs_little() -> None:
-    driver = ForwardDriver(MODEL, rows=32, max_len=64)
-    rows = [driver.add(range(60)) for _ in range(32)]
-    driver.step(dict.fromkeys(rows, 10))
-    costs = []
-    for _ in range(50):
-        batch = driver._batch(dict.fromkeys(rows, 1))
-        start = time.thread_time()
-        MODEL.forward(batch, driver.kv)
-        costs.append(time.thread_time() - start)
-    assert min(costs) < 0.5e-3
