@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -59,7 +58,7 @@ class TritonPythonModel:
         try:
             _check_instances(config)
             parameters = {key: value["string_value"] for key, value in config.get("parameters", {}).items()}
-            is_serving = partial(_is_serving, args["model_name"], args["model_version"])
+            is_serving = Serving(args["model_name"], args["model_version"])
             self._router = Router(Settings.from_parameters(parameters), is_serving=is_serving)
         except (ValueError, RuntimeError, OSError) as error:
             raise pb_utils.TritonModelException(str(error)) from error
@@ -97,12 +96,22 @@ class TritonSender:
         return self._sender.is_cancelled()
 
 
-def _is_serving(name: str, version: str) -> bool:
-    """False once the model is being unloaded. While the server itself starts or stops Triton has no answer."""
-    try:
-        return pb_utils.is_model_ready(model_name=name, model_version=version)
-    except pb_utils.TritonModelException:
-        return True
+class Serving:
+    """Asks Triton whether the model is wanted: false once it is being unloaded or the server stops."""
+
+    def __init__(self, name: str, version: str) -> None:
+        self._model = {"model_name": name, "model_version": version}
+        self._is_stopping = False
+
+    def __call__(self) -> bool:
+        if self._is_stopping:
+            return False
+        try:
+            return pb_utils.is_model_ready(**self._model)
+        except pb_utils.TritonModelException:
+            # A server that stops has no answer any more, and asked again the Python backend's process crashes.
+            self._is_stopping = True
+            return False
 
 
 def _inbound(request: Any, sender: TritonSender) -> Inbound:
