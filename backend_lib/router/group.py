@@ -104,7 +104,9 @@ class Group:
         return bool(stream.verdict or (published and published.finish))
 
     def _count_death(self, stream: Stream) -> None:
-        """A death counts only against sequences that published nothing since the worker came up."""
+        """A death counts only against sequences that the worker had begun and that published nothing since."""
+        if self._started_ns(stream) == stream.started_before:
+            return
         published = self._slots.published(stream.slot, stream.generation)
         progress = published is not None and published.output_len > stream.seen_at_start
         stream.deaths = 0 if progress else stream.deaths + 1
@@ -120,7 +122,12 @@ class Group:
     def _admit(self, stream: Stream) -> None:
         published = self._slots.published(stream.slot, stream.generation)
         stream.seen_at_start = published.output_len if published else 0
+        stream.started_before = self._started_ns(stream)
         stream.last_command = self._post(CommandKind.ADMIT, stream)
+
+    def _started_ns(self, stream: Stream) -> int:
+        """When a worker last gave the sequence a row; each one that does stamps it anew."""
+        return int(self._slots.headers["first_scheduled_ns"][stream.slot])
 
     def _post(self, kind: CommandKind, stream: Stream) -> int:
         sequence = self.ring.post(kind, stream.slot, stream.generation)

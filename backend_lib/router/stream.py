@@ -36,6 +36,7 @@ class Stream:
         self.last_command = 0
         self.deaths = 0
         self.seen_at_start = 0  # output_len when the present worker was given the sequence
+        self.started_before = 0  # and when a worker had last begun it
         # Shared.
         self.lock = threading.Lock()
         self.verdict: Verdict | None = None
