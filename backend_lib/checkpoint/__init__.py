@@ -1,7 +1,24 @@
 """What a checkpoint says without torch: decoder configuration, tokenizer, chat template, end-of-sequence ids, files."""
 
 from backend_lib.checkpoint.checkpoint import Checkpoint, Weights
-from backend_lib.checkpoint.decoder_config import DecoderConfig, HashConfig, RopeScaling
+from backend_lib.checkpoint.decoder_config import (
+    DecoderConfig,
+    ExpertsConfig,
+    HashConfig,
+    LayerConfig,
+    RopeConfig,
+    RopeScaling,
+)
 from backend_lib.checkpoint.locate import open_checkpoint
 
-__all__ = ["Checkpoint", "DecoderConfig", "HashConfig", "RopeScaling", "Weights", "open_checkpoint"]
+__all__ = [
+    "Checkpoint",
+    "DecoderConfig",
+    "ExpertsConfig",
+    "HashConfig",
+    "LayerConfig",
+    "RopeConfig",
+    "RopeScaling",
+    "Weights",
+    "open_checkpoint",
+]

@@ -64,7 +64,7 @@ class Fields:
     def number(self, key: str, default: float | None = None) -> float:
         """A finite number above zero."""
         value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        if not _is_number(value) or not 0 < value < math.inf:
             raise self.error(key, "a number above 0")
         return float(value)
 
@@ -80,11 +80,27 @@ class Fields:
             raise self.error(key, "a string")
         return value
 
+    def numbers(self, key: str) -> tuple[float, ...]:
+        """A list of numbers."""
+        values = self._get(key, None)
+        if not isinstance(values, list) or not all(_is_number(value) for value in values):
+            raise self.error(key, "a list of numbers")
+        return tuple(float(value) for value in values)
+
+    def whole_list(self, key: str) -> list[int] | None:
+        """A list of whole numbers of at least 0; None when absent."""
+        values = self._get(key, None)
+        if values is None:
+            return None
+        if not isinstance(values, list) or not all(_is_whole(value) for value in values):
+            raise self.error(key, "a list of whole numbers")
+        return values
+
     def token_ids(self, key: str) -> tuple[int, ...]:
         """One token id, a list of them, or none: `eos_token_id` is written in all three ways."""
         value = self.values.get(key)
         ids = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+        if not all(_is_whole(i) for i in ids):
             raise self.error(key, "a token id or a list of token ids")
         return tuple(dict.fromkeys(ids))
 
@@ -98,3 +114,11 @@ class Fields:
     def _get(self, key: str, default: Any) -> Any:
         value = self.values.get(key)
         return default if value is None else value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -10,8 +10,8 @@ from gguf import GGUFReader
 from tokenizers import Tokenizer
 
 from backend_lib.checkpoint.checkpoint import Checkpoint, Weights
-from backend_lib.checkpoint.decoder_config import DecoderConfig, RopeScaling
 from backend_lib.checkpoint.fields import Fields, source_named
+from backend_lib.checkpoint.gguf_config import read_gguf_config
 from backend_lib.checkpoint.gguf_tokenizer import build_tokenizer
 
 _END_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
@@ -52,7 +52,7 @@ def _open(path: Path) -> GGUFReader:
 
 
 def _checkpoint(name: str, fields: Fields, reader: GGUFReader) -> Checkpoint:
-    config = _config(fields, reader)
+    config = read_gguf_config(fields, {tensor.name: tensor for tensor in reader.tensors})
     tokenizer = build_tokenizer(fields)
     return Checkpoint(
         name=name,
@@ -78,50 +78,3 @@ def _eos_token_ids(fields: Fields, vocab_size: int) -> tuple[int, ...]:
 def _token_text(fields: Fields, key: str, tokenizer: Tokenizer) -> str:
     ids = fields.token_ids(key)
     return (tokenizer.id_to_token(ids[0]) or "") if ids else ""
-
-
-def _config(fields: Fields, reader: GGUFReader) -> DecoderConfig:
-    if fields.text("general.architecture") != "llama":
-        raise fields.error("general.architecture", "'llama'")
-    if fields.values.get("llama.expert_count"):
-        raise fields.error("llama.expert_count", "0 (no mixture of experts)")
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
-    hidden_size = fields.whole("llama.embedding_length")
-    num_heads = fields.whole("llama.attention.head_count")
-    head_dim = fields.whole("llama.attention.key_length", hidden_size // num_heads)
-    _check_rotary(fields, head_dim)
-    return DecoderConfig(
-        architecture="LlamaForCausalLM",
-        vocab_size=fields.whole("llama.vocab_size", len(fields.values.get("tokenizer.ggml.tokens") or ())),
-        hidden_size=hidden_size,
-        intermediate_size=fields.whole("llama.feed_forward_length"),
-        num_layers=fields.whole("llama.block_count"),
-        num_heads=num_heads,
-        num_kv_heads=fields.whole("llama.attention.head_count_kv", num_heads),
-        head_dim=head_dim,
-        rms_norm_eps=fields.number("llama.attention.layer_norm_rms_epsilon"),
-        rope_theta=fields.number("llama.rope.freq_base", 10000.0),
-        rope_scaling=_rope_scaling(fields, tensors),
-        max_position=fields.whole("llama.context_length"),
-        tie_word_embeddings="output.weight" not in tensors,
-        qkv_bias="blk.0.attn_q.bias" in tensors,
-        attention_output_bias="blk.0.attn_output.bias" in tensors,
-        mlp_bias="blk.0.ffn_up.bias" in tensors,
-    )
-
-
-def _check_rotary(fields: Fields, head_dim: int) -> None:
-    """Part of a head rotated, or values of another size than keys, would be computed wrongly without an error."""
-    for key in ("llama.rope.dimension_count", "llama.attention.value_length"):
-        if fields.whole(key, head_dim) != head_dim:
-            raise fields.error(key, f"{head_dim}, the size of a head")
-
-
-def _rope_scaling(fields: Fields, tensors: dict[str, Any]) -> RopeScaling | None:
-    key = "llama.rope.scaling.type"
-    kind = fields.text(key, "none")
-    if kind not in ("none", "linear"):
-        raise fields.error(key, "'none', 'linear'")
-    if "rope_freqs.weight" in tensors:  # converters work llama3 scaling out to a divisor for each frequency
-        return RopeScaling(kind="factors", factors=tuple(tensors["rope_freqs.weight"].data.astype(float).tolist()))
-    return RopeScaling(kind=kind, factor=fields.number("llama.rope.scaling.factor")) if kind == "linear" else None

@@ -4,82 +4,128 @@ from __future__ import annotations
 
 import torch
 
-from backend_lib.checkpoint import DecoderConfig
-from backend_lib.models.decoder import Attention, GatedMLP, Layer, RMSNorm, TransformerDecoder
+from backend_lib.checkpoint import DecoderConfig, ExpertsConfig, LayerConfig, RopeConfig
+from backend_lib.models.attention import Scores
+from backend_lib.models.decoder import Attention, HeadNorm, Layer, RMSNorm, TransformerDecoder
 from backend_lib.models.linear import Linear, make_linear
+from backend_lib.models.mlp import ACTIVATIONS, MLP, GatedMLP, MixtureOfExperts
 from backend_lib.models.rope import Rope
 from backend_lib.models.weights import TensorSource
 
 
 class DecoderBuilder:
-    """Reads tensors in the order of the layers, fuses what shares an input, and keeps them in the format asked for."""
+    """Reads tensors in the order of the layers, fuses what shares an input, and keeps them in the format asked for.
 
-    def __init__(self, config: DecoderConfig, tensors: TensorSource, weights: str) -> None:
+    Tensors go by GGUF's names, which are the same for all families.
+    """
+
+    def __init__(self, config: DecoderConfig, tensors: TensorSource, weights: str, max_position: int) -> None:
         self.config = config
         self.tensors = tensors
         self.weights = weights
+        self.activation = ACTIVATIONS[config.activation]
+        ropes = {layer.rope for layer in config.layers if layer.rope}
+        self.ropes: dict[RopeConfig | None, Rope] = {rope: Rope(rope, max_position) for rope in ropes}
 
-    def decoder(self, max_position: int) -> TransformerDecoder:
-        """Raises ValueError naming a tensor that is missing or of the wrong shape."""
-        config = self.config
+    def decoder(self) -> TransformerDecoder:
+        """Raises ValueError naming a tensor that is missing, of the wrong shape, or not of this architecture."""
         embedding, head = self._embedding_and_head()
-        return TransformerDecoder(
-            config,
-            embedding=embedding,
-            layers=[self._layer(f"model.layers.{i}") for i in range(config.num_layers)],
-            norm=self._norm("model.norm"),
-            head=head,
-            rope=Rope(config, max_position),
-        )
+        layers = [self._layer(f"blk.{i}", layer) for i, layer in enumerate(self.config.layers)]
+        norm = self._norm("output_norm")
+        self.tensors.check_all_read()
+        return TransformerDecoder(self.config, embedding=embedding, layers=layers, norm=norm, head=head)
 
     def _embedding_and_head(self) -> tuple[torch.Tensor, Linear]:
         """The two largest tensors, together, so that the float32 original is gone before the layers are read."""
         vocab_size, hidden_size = self.config.vocab_size, self.config.hidden_size
-        embedding = self.tensors.read("model.embed_tokens.weight", (vocab_size, hidden_size))
+        embedding = self.tensors.read("token_embd.weight", (vocab_size, hidden_size))
+        kept = embedding if self.weights == "fp32" else embedding.half()
         if self.config.tie_word_embeddings:
-            head = make_linear(embedding, None, self.weights)
-        else:
-            head = self._linear(["lm_head"], [vocab_size], hidden_size, bias=False)
-        return (embedding if self.weights == "fp32" else embedding.half()), head
+            return kept, make_linear(embedding, None, self.weights)
+        del embedding
+        return kept, self._linear(["output"], [vocab_size], hidden_size, bias=False)
 
-    def _layer(self, name: str) -> Layer:
+    def _layer(self, name: str, layer: LayerConfig) -> Layer:
+        has_post_norms = self.config.post_norms
         return Layer(
-            attention_norm=self._norm(f"{name}.input_layernorm"),
-            attention=self._attention(f"{name}.self_attn"),
-            mlp_norm=self._norm(f"{name}.post_attention_layernorm"),
-            mlp=self._mlp(f"{name}.mlp"),
+            attention_norm=self._norm(f"{name}.attn_norm"),
+            attention=self._attention(name, layer),
+            attention_post_norm=self._norm(f"{name}.post_attention_norm") if has_post_norms else None,
+            mlp_norm=self._norm(f"{name}.ffn_norm"),
+            mlp=self._mlp(name, layer),
+            mlp_post_norm=self._norm(f"{name}.post_ffw_norm") if has_post_norms else None,
         )
 
-    def _attention(self, name: str) -> Attention:
+    def _attention(self, name: str, layer: LayerConfig) -> Attention:
         config = self.config
         query, key_value = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        parts = ["attn_qkv"] if config.fused_projections else ["attn_q", "attn_k", "attn_v"]
+        sizes = [query + 2 * key_value] if config.fused_projections else [query, key_value, key_value]
+        names = [f"{name}.{part}" for part in parts]
         return Attention(
-            qkv=self._linear(
-                [f"{name}.{each}_proj" for each in "qkv"],
-                [query, key_value, key_value],
-                config.hidden_size,
-                bias=config.qkv_bias,
+            qkv=self._linear(names, sizes, config.hidden_size, bias=config.qkv_bias),
+            output=self._linear(
+                [f"{name}.attn_output"], [config.hidden_size], query, bias=config.attention_output_bias
             ),
-            output=self._linear([f"{name}.o_proj"], [config.hidden_size], query, bias=config.attention_output_bias),
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
+            scores=Scores(config.attention_scale or config.head_dim**-0.5, config.attention_softcap),
+            rope=self.ropes.get(layer.rope),
+            window=layer.window,
+            head_norm=self._head_norm(name) if config.head_norms else None,
         )
 
-    def _mlp(self, name: str) -> GatedMLP:
-        inner, hidden, bias = self.config.intermediate_size, self.config.hidden_size, self.config.mlp_bias
+    def _mlp(self, name: str, layer: LayerConfig) -> MLP:
+        config = self.config
+        if layer.has_experts:
+            assert config.experts is not None
+            return self._mixture(name, config.experts)
+        inner, hidden, bias = config.intermediate_size, config.hidden_size, config.mlp_bias
+        parts = ["ffn_up"] if config.fused_projections else ["ffn_gate", "ffn_up"]
+        sizes = [2 * inner] if config.fused_projections else [inner, inner]
         return GatedMLP(
-            gate_up=self._linear([f"{name}.gate_proj", f"{name}.up_proj"], [inner, inner], hidden, bias=bias),
-            down=self._linear([f"{name}.down_proj"], [hidden], inner, bias=bias),
+            gate_up=self._linear([f"{name}.{part}" for part in parts], sizes, hidden, bias=bias),
+            down=self._linear([f"{name}.ffn_down"], [hidden], inner, bias=bias),
+            activation=self.activation,
+        )
+
+    def _mixture(self, name: str, experts: ExpertsConfig) -> MixtureOfExperts:
+        return MixtureOfExperts(
+            router=self.tensors.read(f"{name}.ffn_gate_inp.weight", (experts.count, self.config.hidden_size)),
+            experts=[self._expert(name, expert, experts.intermediate_size) for expert in range(experts.count)],
+            used=experts.used,
+            renormalised=experts.renormalised,
+        )
+
+    def _expert(self, name: str, expert: int, inner: int) -> GatedMLP:
+        hidden = self.config.hidden_size
+        gate_up = [
+            self.tensors.read(f"{name}.ffn_{part}_exps.weight", (inner, hidden), expert) for part in ("gate", "up")
+        ]
+        down = self.tensors.read(f"{name}.ffn_down_exps.weight", (hidden, inner), expert)
+        return GatedMLP(
+            gate_up=make_linear(torch.cat(gate_up), None, self.weights),
+            down=make_linear(down, None, self.weights),
+            activation=self.activation,
         )
 
     def _norm(self, name: str) -> RMSNorm:
-        weight = self.tensors.read(f"{name}.weight", (self.config.hidden_size,))
-        return RMSNorm(weight=weight, eps=self.config.rms_norm_eps)
+        return RMSNorm(weight=self._norm_weight(name, self.config.hidden_size), eps=self.config.rms_norm_eps)
+
+    def _head_norm(self, name: str) -> HeadNorm:
+        config = self.config
+        query, key = (self._norm_weight(f"{name}.attn_{each}_norm", config.head_dim) for each in "qk")
+        weight = torch.cat([query.expand(config.num_heads, -1), key.expand(config.num_kv_heads, -1)])
+        return HeadNorm(weight=weight, eps=config.rms_norm_eps)
+
+    def _norm_weight(self, name: str, size: int) -> torch.Tensor:
+        return self.tensors.read(f"{name}.weight", (size,)) + self.config.norm_offset
 
     def _linear(self, names: list[str], out_sizes: list[int], in_size: int, *, bias: bool) -> Linear:
         """One layer that computes all of `names`, their outputs side by side."""
         sized = list(zip(names, out_sizes, strict=True))
-        weight = torch.cat([self.tensors.read(f"{name}.weight", (size, in_size)) for name, size in sized])
+        weights = [self.tensors.read(f"{name}.weight", (size, in_size)) for name, size in sized]
         biases = torch.cat([self.tensors.read(f"{name}.bias", (size,)) for name, size in sized]) if bias else None
+        weight = torch.cat(weights) if len(weights) > 1 else weights.pop()
         return make_linear(weight, biases, self.weights)

@@ -29,8 +29,7 @@ class Fp16Linear:
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        # The packing clips its argument in place, and the caller may hold it (tied embeddings): pack a clone.
-        self.packed = torch.ops.quantized.linear_prepack_fp16(weight.clone(), bias)
+        self.packed = torch.ops.quantized.linear_prepack_fp16(weight, bias)  # clips its argument in place
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return torch.ops.quantized.linear_dynamic_fp16(x, self.packed)
@@ -44,5 +43,8 @@ _FORMATS: dict[str, Callable[[torch.Tensor, torch.Tensor | None], Linear]] = {
 
 
 def make_linear(weight: torch.Tensor, bias: torch.Tensor | None, weights: str) -> Linear:
-    """A layer from float32 [out, in] and float32 [out] or None, in the format that the setting `weights` names."""
+    """A layer from float32 [out, in] and float32 [out] or None, in the format that the setting `weights` names.
+
+    The layer takes the tensors over; a caller that has another use for them keeps a copy.
+    """
     return _FORMATS[weights](weight, bias)

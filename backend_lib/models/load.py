@@ -15,5 +15,5 @@ def load_decoder(checkpoint: Checkpoint, settings: Settings) -> Decoder:
     config = checkpoint.config
     if isinstance(config, HashConfig):
         return HashModel(config)
-    builder = DecoderBuilder(config, open_tensors(checkpoint), settings.weights)
-    return builder.decoder(max_position=settings.max_model_len or config.max_position)
+    max_position = settings.max_model_len or config.max_position
+    return DecoderBuilder(config, open_tensors(checkpoint), settings.weights, max_position).decoder()

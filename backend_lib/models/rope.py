@@ -6,51 +6,88 @@ import math
 
 import torch
 
-from backend_lib.checkpoint import DecoderConfig, RopeScaling
+from backend_lib.checkpoint import RopeConfig, RopeScaling
+
+# T tokens in the step · d entries of a head that are rotated
 
 
 class Rope:
-    """Cosines and sines for positions 0 to `max_position` - 1, float32 [max_position, head_dim] each."""
+    """Cosines and sines by position, worked out as they are needed: a table of a long context takes 100 MB and more.
 
-    def __init__(self, config: DecoderConfig, max_position: int) -> None:
-        angles = torch.outer(torch.arange(max_position, dtype=torch.float32), _frequencies(config))
-        cos, sin = angles.cos(), angles.sin()
-        self.half = config.head_dim // 2
-        self.cos = torch.cat([cos, cos], dim=1)
-        # (a, b) turns to (a cos - b sin, b cos + a sin): the sign goes with the sine, so that a roll swaps the halves.
-        self.signed_sin = torch.cat([-sin, sin], dim=1)
+    Args:
+        max_position: as far as sequences may grow. One set of frequencies serves all lengths, so that what is in the
+            KV cache stays true; longrope's is chosen by this.
+    """
+
+    def __init__(self, config: RopeConfig, max_position: int) -> None:
+        self.half = config.dim // 2
+        self.frequencies = _frequencies(config, max_position)
+        self.magnitude = config.scaling.attention_factor if config.scaling else 1.0
 
     def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosine and signed sine of int64 [T] positions, each [T, 1, head_dim]."""
-        return self.cos[positions, None], self.signed_sin[positions, None]
+        """Cosine and signed sine of int64 [T] positions, float32 [T, 1, d] each.
+
+        (a, b) turns to (a cos - b sin, b cos + a sin): the sign goes with the sine, so that a roll swaps the halves.
+        """
+        angles = positions[:, None, None].float() * self.frequencies
+        cos, sin = angles.cos() * self.magnitude, angles.sin() * self.magnitude
+        return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
 
     def rotate_(self, heads: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> None:
-        """Rotate float32 [T, heads, head_dim] in place."""
-        torch.addcmul(heads * cos, heads.roll(self.half, -1), signed_sin, out=heads)
+        """Rotate the first d entries of float32 [T, heads, head_dim] in place."""
+        rotated = heads[..., : 2 * self.half]
+        torch.addcmul(rotated * cos, rotated.roll(self.half, -1), signed_sin, out=rotated)
 
 
-def _frequencies(config: DecoderConfig) -> torch.Tensor:
-    """Radians per position, float32 [head_dim / 2]."""
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
-    return _scaled(1.0 / config.rope_theta**exponents, config.rope_scaling)
-
-
-def _scaled(frequencies: torch.Tensor, scaling: RopeScaling | None) -> torch.Tensor:
+def _frequencies(config: RopeConfig, max_position: int) -> torch.Tensor:
+    """Radians per position, float32 [d / 2]."""
+    exponents = torch.arange(0, config.dim, 2, dtype=torch.int64).float() / config.dim
+    frequencies = 1.0 / config.theta**exponents
+    scaling = config.scaling
     if scaling is None:
         return frequencies
     if scaling.kind == "linear":
         return frequencies / scaling.factor
     if scaling.kind == "factors":
-        if len(scaling.factors) != len(frequencies):
-            raise ValueError(f"{len(scaling.factors)} rotary factors for {len(frequencies)} frequencies")
-        return frequencies / torch.tensor(scaling.factors)
+        return _divided(frequencies, scaling.factors)
+    if scaling.kind == "longrope":
+        is_long = max_position > scaling.original_max_position
+        return _divided(frequencies, scaling.long_factors if is_long else scaling.factors)
+    if scaling.kind == "yarn":
+        return _yarn(frequencies, config, scaling)
     assert scaling.kind == "llama3", scaling.kind
     return _llama3(frequencies, scaling)
+
+
+def _divided(frequencies: torch.Tensor, factors: tuple[float, ...]) -> torch.Tensor:
+    if len(factors) != len(frequencies):
+        raise ValueError(f"{len(factors)} rotary factors for {len(frequencies)} frequencies")
+    return frequencies / torch.tensor(factors)
 
 
 def _llama3(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
     """Llama 3.1: waves that fit often into the original context stay, long ones are stretched, in between a blend."""
     waves = frequencies * (scaling.original_max_position / (2 * math.pi))
     kept = (waves - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    kept = kept.clamp(0, 1)
-    return frequencies * ((1 - kept) / scaling.factor + kept)
+    return _blend(frequencies, scaling.factor, kept.clamp(0, 1))
+
+
+def _yarn(frequencies: torch.Tensor, config: RopeConfig, scaling: RopeScaling) -> torch.Tensor:
+    """Peng et al., "YaRN", 2023: dimensions that turn often stay, slow ones are stretched, along a linear ramp."""
+    low, high = (_dimension_of(turns, config, scaling) for turns in (scaling.beta_fast, scaling.beta_slow))
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, config.dim - 1)
+    ramp = (torch.arange(len(frequencies)) - low) / max(high - low, 0.001)
+    return _blend(frequencies, scaling.factor, 1 - ramp.clamp(0, 1))
+
+
+def _dimension_of(turns: float, config: RopeConfig, scaling: RopeScaling) -> float:
+    """Which frequency makes `turns` turns over the original context, as a real number."""
+    wavelength = scaling.original_max_position / (turns * 2 * math.pi)
+    return config.dim * math.log(wavelength) / (2 * math.log(config.theta))
+
+
+def _blend(frequencies: torch.Tensor, factor: float, kept: torch.Tensor) -> torch.Tensor:
+    """`kept` 1 leaves a frequency, 0 divides it by `factor`."""
+    return frequencies * ((1 - kept) / factor + kept)

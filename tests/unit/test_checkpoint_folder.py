@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from backend_lib.checkpoint import Checkpoint, HashConfig, RopeScaling, open_checkpoint
+from backend_lib.checkpoint import Checkpoint, HashConfig, LayerConfig, RopeConfig, RopeScaling, open_checkpoint
 from tests.support.checkpoints import LLAMA3_ROPE, hash_text, make_config_folder, make_hash_checkpoint, tiny_tokenizer
 
 
@@ -29,7 +29,7 @@ def test_a_plain_folder(tmp_path: Path) -> None:
     config = checkpoint.config
     assert checkpoint.name == "tiny"
     assert (config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim) == (64, 4, 2, 16)
-    assert (config.rope_theta, config.rope_scaling, config.rms_norm_eps) == (10000.0, None, 1e-6)
+    assert (config.layers, config.rms_norm_eps) == ((LayerConfig(rope=RopeConfig(dim=16, theta=10000.0)),) * 2, 1e-6)
     assert (checkpoint.context_length, checkpoint.eos_token_ids) == (512, (1,))
     assert (checkpoint.bos_token, checkpoint.eos_token) == ("<s>", "</s>")
     assert checkpoint.chat_template.startswith("{% for message")
@@ -96,7 +96,7 @@ LLAMA3 = RopeScaling(kind="llama3", factor=8.0, low_freq_factor=1.0, high_freq_f
 )
 def test_rotary_positions_as_old_and_new_versions_write_them(fields, theta, scaling, tmp_path: Path) -> None:
     config = open_folder(tmp_path, **fields).config
-    assert (config.rope_theta, config.rope_scaling) == (theta, scaling)
+    assert config.layers[0].rope == RopeConfig(dim=16, theta=theta, scaling=scaling)
 
 
 @pytest.mark.parametrize(
@@ -112,14 +112,14 @@ def test_rotary_positions_as_old_and_new_versions_write_them(fields, theta, scal
         ({"num_hidden_layers": 0}, "'num_hidden_layers' is 0"),
         ({"num_attention_heads": 0}, "'num_attention_heads' is 0"),
         ({"num_key_value_heads": 3}, "4 attention heads cannot share 3 key-value heads"),
-        ({"head_dim": 15}, "head_dim 15 is odd"),
+        ({"head_dim": 15}, "15 of head_dim 15 would be rotated"),
         ({"hidden_act": "gelu"}, "'hidden_act' is 'gelu'; supported is 'silu'"),
         ({"tie_word_embeddings": "no"}, "'tie_word_embeddings' is 'no'; supported is true or false"),
-        ({"rope_scaling": {"type": "yarn", "factor": 2}}, "'type' is 'yarn'; supported is .*'llama3'"),
+        ({"rope_scaling": {"type": "ntk", "factor": 2}}, "'type' is 'ntk'; supported is .*'llama3'"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "'low_freq_factor' is missing"),
         ({"rope_scaling": {"type": "linear", "factor": -1}}, "'factor' is -1"),
         ({"rope_scaling": "linear"}, "'rope_scaling' is 'linear'; supported is an object"),
-        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "'partial_rotary_factor' is 0.5"),
+        ({"partial_rotary_factor": 1.5}, "24 of head_dim 16 would be rotated"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantised by 'gptq'"),
         ({"eos_token_id": 512}, "'eos_token_id' is 512; supported is token ids below the vocabulary's 512"),
         ({"eos_token_id": "</s>"}, "'eos_token_id' is '</s>'"),

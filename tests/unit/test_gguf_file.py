@@ -37,7 +37,7 @@ def test_smollm2() -> None:
     checkpoint = open_checkpoint("smollm2")
     config = checkpoint.config
     assert checkpoint.name == "smollm2"
-    assert (config.num_layers, config.num_heads, config.num_kv_heads, config.rope_theta) == (30, 9, 3, 100000.0)
+    assert (config.num_layers, config.num_heads, config.num_kv_heads, config.layers[0].rope.theta) == (30, 9, 3, 1e5)
     assert config.tie_word_embeddings
     assert (checkpoint.eos_token_ids, checkpoint.context_length) == ((2,), 8192)
     assert "<|im_start|>" in checkpoint.chat_template
@@ -46,20 +46,26 @@ def test_smollm2() -> None:
 def test_rotary_scaling(tmp_path: Path) -> None:
     linear = {"llama__rope__scaling__type": "linear", "llama__rope__scaling__factor": 2.0}
     config = open_checkpoint(str(make_tiny_gguf(tmp_path / "linear.gguf", **linear))).config
-    assert config.rope_scaling == RopeScaling(kind="linear", factor=2.0)
+    assert config.layers[0].rope.scaling == RopeScaling(kind="linear", factor=2.0)
     factors = {"rope_freqs.weight": np.arange(1, 9, dtype=np.float32)}
     config = open_checkpoint(str(make_tiny_gguf(tmp_path / "factors.gguf", factors))).config
-    assert config.rope_scaling == RopeScaling(kind="factors", factors=(1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0))
+    assert config.layers[0].rope.scaling == RopeScaling(
+        kind="factors", factors=(1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0)
+    )
 
 
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
-        ({"llama.expert_count": 8}, r"'llama\.expert_count' is 8"),
+        ({"llama.expert_count": 8}, r"'llama\.expert_used_count' is missing"),
+        ({"llama.expert_count": 8, "llama.expert_used_count": 9}, "9 experts per token are asked for, of 8"),
+        ({"llama.expert_count": 8, "llama.expert_gating_func": 2}, r"'llama\.expert_gating_func' is 2"),
         ({"llama.block_count": None}, r"'llama\.block_count' is missing"),
         ({"llama.attention.head_count": [4, 4]}, r"'llama\.attention\.head_count' is \[4, 4\]"),
         ({"llama.attention.head_count_kv": 3}, "4 attention heads cannot share 3"),
-        ({"llama.rope.scaling.type": "yarn"}, "'llama.rope.scaling.type' is 'yarn'; supported is 'none', 'linear'"),
+        ({"llama.rope.scaling.type": "ntk"}, "'llama.rope.scaling.type' is 'ntk'; supported is 'none', 'linear'"),
+        ({"llama.rope.scaling.type": "yarn"}, "'llama.rope.scaling.factor' is missing"),
+        ({"llama.attention.value_length": 8}, "'llama.attention.value_length' is 8; supported is 16"),
         ({"llama.rope.dimension_count": 8}, "'llama.rope.dimension_count' is 8; supported is 16"),
         ({"tokenizer.ggml.model": "llama"}, "'tokenizer.ggml.model' is 'llama'; supported is 'gpt2'"),
         ({"tokenizer.ggml.pre": "tekken"}, "'tokenizer.ggml.pre' is 'tekken'; supported is .*'smollm'"),
@@ -82,7 +88,7 @@ def test_what_is_not_supported_is_named(metadata: dict[str, Any], message: str, 
 def test_another_architecture_is_named(tmp_path: Path) -> None:
     file = make_tiny_gguf(tmp_path / "tiny.gguf")
     file.write_bytes(file.read_bytes().replace(b"llama", b"mamba"))
-    with pytest.raises(ValueError, match=r"tiny\.gguf: 'general\.architecture' is 'mamba'; supported is 'llama'"):
+    with pytest.raises(ValueError, match=r"tiny\.gguf: 'general\.architecture' is 'mamba'; supported is .*'llama'"):
         open_checkpoint(str(file))
 
 

@@ -1,0 +1,87 @@
+"""Tensors of a GGUF file, dequantised."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+
+import gguf
+import numpy as np
+import torch
+
+from backend_lib.checkpoint import DecoderConfig
+from backend_lib.models.progress import Progress
+from backend_lib.models.shapes import check_shape
+
+# Read for the configuration, not for the decoder.
+_NOT_NEEDED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+# llama.cpp rotates neighbours where these come from Hugging Face's halves, and its conversion reorders the rows.
+_PERMUTED = ("LlamaForCausalLM", "MixtralForCausalLM", "SmolLM3ForCausalLM")
+# What has been read of the mapped file stays in memory until it is given back.
+_GIVE_BACK_BYTES = 64 << 20
+
+
+class GgufTensors:
+    def __init__(self, reader: gguf.GGUFReader, config: DecoderConfig) -> None:
+        self.architecture = config.architecture
+        self.tensors = {tensor.name: tensor for tensor in reader.tensors}
+        self.unread = set(self.tensors).difference(_NOT_NEEDED)
+        self.heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads}
+        if config.architecture not in _PERMUTED:
+            self.heads = {}
+        self.progress = Progress(sum(int(tensor.n_bytes) for tensor in reader.tensors))
+        self._mapping = _mapping_of(reader.data)
+        self._held_bytes = 0
+
+    def read(self, name: str, shape: Sequence[int], expert: int | None = None) -> torch.Tensor:
+        if name not in self.tensors:
+            raise ValueError(f"the checkpoint has no tensor '{name}'")
+        tensor = self.tensors[name]
+        whole_shape = tensor.shape[::-1].tolist()
+        data = tensor.data if expert is None else tensor.data[expert]
+        check_shape(name, whole_shape if expert is None else whole_shape[1:], shape)
+        values = torch.from_numpy(_dequantise(tensor, data))
+        self.unread.discard(name)
+        self._account(data.nbytes)
+        heads = self.heads.get(name.split(".")[-2])
+        return _unpermute(values, heads) if heads else values
+
+    def check_all_read(self) -> None:
+        if self.unread:
+            raise ValueError(
+                f"the checkpoint has a tensor '{min(self.unread)}' ({len(self.unread)} such), "
+                f"which {self.architecture} with this configuration does not"
+            )
+
+    def _account(self, num_bytes: int) -> None:
+        self.progress.add(num_bytes)
+        self._held_bytes += num_bytes
+        if self._mapping is not None and self._held_bytes > _GIVE_BACK_BYTES:
+            self._mapping.madvise(mmap.MADV_DONTNEED)
+            self._held_bytes = 0
+
+
+def _mapping_of(data: np.ndarray | None) -> mmap.mmap | None:
+    """The mapping at the bottom of a reader's array."""
+    base: object = data
+    while isinstance(base, np.ndarray):
+        base = base.base
+    return base if isinstance(base, mmap.mmap) else None
+
+
+def _dequantise(tensor: gguf.ReaderTensor, data: np.ndarray) -> np.ndarray:
+    """float32, in memory of its own: float32 tensors come as the file's read-only mapping, which torch cannot take."""
+    try:
+        values = gguf.dequantize(data, tensor.tensor_type)
+    except NotImplementedError:
+        raise ValueError(
+            f"tensor '{tensor.name}' has the type {tensor.tensor_type.name}, which cannot be read"
+        ) from None
+    return (
+        np.array(values, np.float32) if np.shares_memory(values, data) else np.require(values, np.float32, ["C", "W"])
+    )
+
+
+def _unpermute(values: torch.Tensor, heads: int) -> torch.Tensor:
+    """Undo llama.cpp's conversion: it interleaves the two halves of each head, for a rotation of neighbours."""
+    return values.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2).contiguous()
