@@ -76,6 +76,10 @@ class HttpClient:
         assert answer.status_code == 200, answer.text
         return answer
 
+    def config(self) -> dict[str, Any]:
+        """The model's configuration as the server has it."""
+        return requests.get(f"{self._url}/config", timeout=TIMEOUT).json()
+
     def is_ready(self) -> bool:
         return requests.get(f"{self._url}/ready", timeout=TIMEOUT).status_code == 200
 
