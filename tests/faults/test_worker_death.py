@@ -19,17 +19,23 @@ from backend_lib.router import router as router_module
 from backend_lib.router import supervisor
 from backend_lib.router.reply import ErrorKind
 from backend_lib.router.router import Router
-from tests.support.checkpoints import hash_text
-from tests.support.engine import Ask, assert_level, expected_ids, random_prompt, running_router, worker_pid
+from tests.support.checkpoints import hash_text, make_hash_checkpoint
+from tests.support.engine import EOS, VOCAB, Ask, assert_level, expected_ids, random_prompt, running_router, worker_pid
 from tests.support.senders import ListSender
 
 ROOT = Path(__file__).parents[2]
-SETTINGS = {"max_running": 8, "kv_tokens": 1500, "prefill_chunk": 64}
+SETTINGS = {"max_running": 8, "kv_tokens": 6000, "prefill_chunk": 64}
 
 
 @pytest.fixture
 def folder(tmp_path):
     return tmp_path / "hash"
+
+
+@pytest.fixture
+def long_folder(folder):
+    """A context so long that streams last for a while."""
+    return make_hash_checkpoint(folder, vocab_size=VOCAB, eos_token_id=EOS, max_position=1024)
 
 
 def kill_worker(router: Router) -> int:
@@ -73,7 +79,7 @@ def sixteen_streams(rng: random.Random) -> list[Ask]:
         {"stream": False},
         {"stream": True, "stream_interval": 7},
         {"stream": True, "temperature": 4.0, "seed": rng.getrandbits(64)},
-        {"stream": True, "min_tokens": 100, "ignore_eos": False},
+        {"stream": True, "min_tokens": 300, "ignore_eos": False},
         {"stream": True, "stop_token_ids": [9]},
         {"stream": True},
         {"stream": False, "temperature": 1.0, "seed": (1 << 64) - 1},
@@ -81,19 +87,19 @@ def sixteen_streams(rng: random.Random) -> list[Ask]:
     asks = []
     for kind in kinds * 2:
         prompt = random_prompt(rng, 1, 90)
-        asks.append(Ask(prompt, {"max_tokens": 160, "ignore_eos": True} | kind))
-    text = hash_text(list(expected_ids(asks[6].prompt, 160)))
-    asks[6].parameters["stop"] = [text[100:103]]
+        asks.append(Ask(prompt, {"max_tokens": 600, "ignore_eos": True} | kind))
+    text = hash_text(list(expected_ids(asks[6].prompt, 600)))
+    asks[6].parameters["stop"] = [text[400:403]]
     return asks
 
 
 @pytest.mark.parametrize("overlap", ["off", "on"])
-def test_every_stream_goes_on_where_it_was(folder, overlap: str) -> None:
+def test_every_stream_goes_on_where_it_was(long_folder, overlap: str) -> None:
     asks = sixteen_streams(random.Random(len(overlap)))
-    with running_router(folder, overlap=overlap, **SETTINGS) as router:
+    with running_router(long_folder, overlap=overlap, **SETTINGS) as router:
         for ask in asks:
             router.submit(ask.inbound())
-        for tokens in (10, 60):
+        for tokens in (10, 200):
             wait_until(lambda tokens=tokens: asks[0].sender.num_tokens >= tokens)
             kill_worker(router)
             assert sum(ask.sender.done.is_set() for ask in asks) < 8, "too late to show anything"
@@ -122,9 +128,9 @@ def test_at_any_moment_of_a_streams_life(folder) -> None:
         assert_level(router)
 
 
-def test_a_worker_that_dies_while_it_loads_costs_nobody_anything(folder) -> None:
+def test_a_worker_that_dies_while_it_loads_costs_nobody_anything(long_folder) -> None:
     asks = sixteen_streams(random.Random(3))
-    with running_router(folder, **SETTINGS) as router:
+    with running_router(long_folder, **SETTINGS) as router:
         for ask in asks:
             router.submit(ask.inbound())
         wait_until(lambda: asks[0].sender.num_tokens >= 10)
@@ -220,7 +226,7 @@ def test_close_answers_every_open_stream_and_ends_the_worker(folder) -> None:
 _ROUTER = """
 import sys, time
 from pathlib import Path
-from tests.support.engine import Ask, running_router, worker_pid
+from tests.support.engine import EOS, VOCAB, Ask, running_router, worker_pid
 with running_router(Path(sys.argv[1])) as router:
     ask = Ask([5], {"max_tokens": 250, "ignore_eos": True, "stream": True})
     if sys.argv[2] == "busy":

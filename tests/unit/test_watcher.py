@@ -56,7 +56,7 @@ def test_a_passed_deadline_is_unavailable_and_told_once() -> None:
         assert verdicts.wait(1) == [late]
         assert late.verdict[:2] == (FinishReason.DEADLINE, ErrorKind.UNAVAILABLE)
         assert "timeout of 60000 us" in late.verdict.words
-        assert -0.01 < verdicts.times[0] - late.deadline < 0.2
+        assert -0.01 < verdicts.times[0] - late.deadline < 0.5
         time.sleep(0.15)
         assert verdicts.streams == [late] and patient.verdict is None
 
@@ -70,7 +70,7 @@ def test_a_client_that_has_gone_is_noticed() -> None:
         stream.sender.cancelled = True
         cancelled = time.monotonic()
         assert verdicts.wait(1) == [stream]
-        assert verdicts.times[0] - cancelled < 0.2
+        assert verdicts.times[0] - cancelled < 0.5
         assert stream.verdict.error is ErrorKind.CANCELLED and other.verdict is None
 
 
@@ -124,7 +124,7 @@ def test_an_unloaded_models_streams_end_after_the_drain() -> None:
         unloaded = time.monotonic()
         assert verdicts.wait(1) == [stream]
         assert stream.verdict == UNLOADING
-        assert 0.3 <= verdicts.times[0] - unloaded < 1.2  # asked twice a second
+        assert 0.3 <= verdicts.times[0] - unloaded < 2  # asked twice a second
 
 
 def test_a_model_that_is_loaded_again_keeps_its_streams() -> None:
