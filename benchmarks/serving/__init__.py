@@ -1,0 +1,1 @@
+"""The parts of `benchmarks/serve.py`: workload, load, client, figures, report."""
