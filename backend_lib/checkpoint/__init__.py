@@ -10,6 +10,7 @@ from backend_lib.checkpoint.decoder_config import (
     RopeScaling,
 )
 from backend_lib.checkpoint.locate import open_checkpoint
+from backend_lib.checkpoint.sampling_defaults import SamplingDefaults
 
 __all__ = [
     "Checkpoint",
@@ -19,6 +20,7 @@ __all__ = [
     "LayerConfig",
     "RopeConfig",
     "RopeScaling",
+    "SamplingDefaults",
     "Weights",
     "open_checkpoint",
 ]

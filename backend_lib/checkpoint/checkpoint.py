@@ -9,6 +9,7 @@ from gguf import GGUFReader
 from tokenizers import Tokenizer
 
 from backend_lib.checkpoint.decoder_config import DecoderConfig, HashConfig
+from backend_lib.checkpoint.sampling_defaults import SamplingDefaults
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,7 @@ class Checkpoint:
         chat_template: Jinja source, or None.
         bos_token: the text of the begin-of-sequence token, which chat templates may ask for; "" when there is none.
         eos_token: the same for end of sequence.
+        sampling: what applies where a request does not say.
     """
 
     name: str
@@ -39,6 +41,7 @@ class Checkpoint:
     chat_template: str | None = None
     bos_token: str = ""
     eos_token: str = ""
+    sampling: SamplingDefaults = field(default=SamplingDefaults())
     weights: Weights = field(default=Weights(), repr=False)
 
     @property

@@ -68,6 +68,13 @@ class Fields:
             raise self.error(key, "a number above 0")
         return float(value)
 
+    def optional_number(self, key: str) -> float | None:
+        """A number, of any size; None when absent."""
+        value = self._get(key, None)
+        if value is not None and not _is_number(value):
+            raise self.error(key, "a number")
+        return value
+
     def flag(self, key: str, default: bool = False) -> bool:
         value = self._get(key, default)
         if not isinstance(value, bool):

@@ -13,6 +13,7 @@ from backend_lib.checkpoint.checkpoint import Checkpoint, Weights
 from backend_lib.checkpoint.fields import Fields, source_named
 from backend_lib.checkpoint.gguf_config import read_gguf_config
 from backend_lib.checkpoint.gguf_tokenizer import build_tokenizer
+from backend_lib.checkpoint.sampling_defaults import SamplingDefaults
 
 _END_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 
@@ -62,6 +63,7 @@ def _checkpoint(name: str, fields: Fields, reader: GGUFReader) -> Checkpoint:
         chat_template=fields.text("tokenizer.chat_template", "") or None,
         bos_token=_token_text(fields, "tokenizer.ggml.bos_token_id", tokenizer),
         eos_token=_token_text(fields, "tokenizer.ggml.eos_token_id", tokenizer),
+        sampling=SamplingDefaults.from_gguf(fields),
         weights=Weights(gguf=reader),
     )
 

@@ -11,6 +11,7 @@ from backend_lib.checkpoint.checkpoint import Checkpoint, Weights
 from backend_lib.checkpoint.decoder_config import DecoderConfig, HashConfig
 from backend_lib.checkpoint.fields import Fields
 from backend_lib.checkpoint.hf_config import read_config
+from backend_lib.checkpoint.sampling_defaults import SamplingDefaults
 
 _INDEX = "model.safetensors.index.json"
 
@@ -19,15 +20,17 @@ def read_folder(folder: Path) -> Checkpoint:
     """Raises ValueError naming the file that is missing, damaged, or asks for something unsupported."""
     fields = Fields.from_json(_required(folder, "config.json"))
     config = read_config(fields)
+    generation = Fields.from_json_if_there(folder / "generation_config.json")
     texts = Fields.from_json_if_there(folder / "tokenizer_config.json")
     return Checkpoint(
         name=folder.resolve().name,
         config=config,
         tokenizer=_tokenizer(_required(folder, "tokenizer.json")),
-        eos_token_ids=_eos_token_ids(folder, fields, config.vocab_size),
+        eos_token_ids=_eos_token_ids(fields, generation, config.vocab_size),
         chat_template=_chat_template(folder, texts),
         bos_token=_token_text(texts, "bos_token"),
         eos_token=_token_text(texts, "eos_token"),
+        sampling=SamplingDefaults.from_generation_config(generation),
         weights=_weights(folder, config),
     )
 
@@ -50,8 +53,7 @@ def _tokenizer(path: Path) -> Tokenizer:
     return tokenizer
 
 
-def _eos_token_ids(folder: Path, config: Fields, vocab_size: int) -> tuple[int, ...]:
-    generation = Fields.from_json_if_there(folder / "generation_config.json")
+def _eos_token_ids(config: Fields, generation: Fields, vocab_size: int) -> tuple[int, ...]:
     fields = config if generation.values.get("eos_token_id") is None else generation
     ids = fields.token_ids("eos_token_id")
     if any(i >= vocab_size for i in ids):

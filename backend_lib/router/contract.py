@@ -6,15 +6,20 @@ A field's value is its tensor, else what the JSON object `sampling_parameters` s
 from __future__ import annotations
 
 import difflib
+import logging
 import reprlib
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import numpy as np
 
+from backend_lib.checkpoint import Checkpoint
 from backend_lib.config import Settings
 from backend_lib.request import GenerationRequest, OutputOptions, SamplingParams
 from backend_lib.router.fields import FIELDS, TIMEOUT, Field, is_triton_parameter, load_json
+
+log = logging.getLogger("tandem")
 
 _TEXT = "text_input"
 _JSON = "sampling_parameters"
@@ -38,19 +43,22 @@ def parse_request(
     timeout_us: int,
     settings: Settings,
     vocab_size: int,
+    defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> GenerationRequest:
     """Validate one request.
 
     Args:
         tensors: by input name, as Triton's Python backend gives them (STRING is an object array of bytes).
         parameters: the request parameters; values are int, float, bool or str.
+        defaults: parsed values by field name, which apply where the request does not say.
         timeout_us: as Triton understood it; 0 means that `timeout` may stand among the parameters.
 
     Raises:
         RequestError: names the field, its value and what is allowed.
     """
     text = _prompt(tensors)
-    values = {name: _parse(FIELDS[name], raw, vocab_size) for name, raw in _given_values(tensors, parameters).items()}
+    given = {name: _parse(FIELDS[name], raw, vocab_size) for name, raw in _given_values(tensors, parameters).items()}
+    values = {**defaults, **given}
     return GenerationRequest(
         request_id=request_id,
         text=text,
@@ -58,6 +66,24 @@ def parse_request(
         output=_output(values, settings),
         timeout_us=timeout_us or _parse(TIMEOUT, parameters.get(TIMEOUT.name, 0), vocab_size),
     )
+
+
+def checkpoint_defaults(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What the checkpoint says of sampling, parsed like a client's values. A field that is not supported is left out.
+
+    Raises:
+        ValueError: names the field, its value and what is allowed.
+    """
+    values = {}
+    try:
+        for name, value in checkpoint.sampling.given().items():
+            if FIELDS[name].is_supported:
+                values[name] = _parse(FIELDS[name], value, checkpoint.config.vocab_size)
+            elif value != FIELDS[name].low:
+                log.warning("%s asks for %s %s, which is not supported and left out", checkpoint.name, name, value)
+        return values
+    except RequestError as error:
+        raise ValueError(f"{checkpoint.name} asks for sampling that cannot be done: {error}") from None
 
 
 def _prompt(tensors: Mapping[str, np.ndarray]) -> str:

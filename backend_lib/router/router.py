@@ -17,7 +17,7 @@ from backend_lib.arena import Arena, ArenaSpec, ExtentAllocator
 from backend_lib.checkpoint import Checkpoint, open_checkpoint
 from backend_lib.config import Settings
 from backend_lib.request import FinishReason, GenerationRequest
-from backend_lib.router.contract import RequestError, parse_request
+from backend_lib.router.contract import RequestError, checkpoint_defaults, parse_request
 from backend_lib.router.group import MAX_DEATHS, Group
 from backend_lib.router.reply import UNLOADING, ErrorKind, Sender, Verdict
 from backend_lib.router.reply_pool import ReplyPool
@@ -69,6 +69,10 @@ class Router:
         """
         self._settings = settings
         self._checkpoint = open_checkpoint(settings.model)
+        self._defaults = checkpoint_defaults(self._checkpoint)
+        self._default_max_tokens = min(
+            settings.default_max_tokens, self._checkpoint.sampling.max_tokens or settings.default_max_tokens
+        )
         self._max_model_len = _max_model_len(settings, self._checkpoint)
         self._arena = Arena.create(
             spec := _arena_spec(settings, self._max_model_len),
@@ -135,7 +139,7 @@ class Router:
     def _prepare(self, inbound: Inbound, slot: int, generation: int) -> Stream:
         request = parse_request(
             inbound.tensors, inbound.parameters, inbound.request_id, inbound.timeout_us, self._settings,
-            self._checkpoint.config.vocab_size,
+            self._checkpoint.config.vocab_size, self._defaults,
         )  # fmt: skip
         prompt_ids = self._checkpoint.tokenizer.encode(request.text).ids
         max_tokens = self._max_tokens(request, len(prompt_ids))
@@ -155,7 +159,7 @@ class Router:
                 f"'text_input' has {prompt_len} tokens; allowed are at most {self._max_len - 1}, "
                 f"so that one more fits in {self._max_len}"
             )
-        asked = request.sampling.max_tokens or self._settings.default_max_tokens
+        asked = request.sampling.max_tokens or self._default_max_tokens
         return min(asked, self._max_len - prompt_len)
 
     def _write_slot(

@@ -6,7 +6,15 @@ from typing import Any
 
 import pytest
 
-from backend_lib.checkpoint import Checkpoint, HashConfig, LayerConfig, RopeConfig, RopeScaling, open_checkpoint
+from backend_lib.checkpoint import (
+    Checkpoint,
+    HashConfig,
+    LayerConfig,
+    RopeConfig,
+    RopeScaling,
+    SamplingDefaults,
+    open_checkpoint,
+)
 from tests.support.checkpoints import LLAMA3_ROPE, hash_text, make_config_folder, make_hash_checkpoint, tiny_tokenizer
 
 
@@ -63,6 +71,23 @@ def test_generation_config_has_the_last_word_on_eos(tmp_path: Path) -> None:
     assert open_checkpoint(str(folder)).eos_token_ids == (7, 8)
     write_json(folder, "generation_config.json", temperature=0.6)
     assert open_checkpoint(str(folder)).eos_token_ids == (1,)
+
+
+def test_generation_config_says_how_to_sample(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path)
+    assert open_checkpoint(str(folder)).sampling == SamplingDefaults()
+    write_json(
+        folder, "generation_config.json", do_sample=False, temperature=0.6, top_k=20, top_p=None, max_new_tokens=99
+    )
+    assert open_checkpoint(str(folder)).sampling == SamplingDefaults(temperature=0.6, top_k=20, max_tokens=99)
+
+
+@pytest.mark.parametrize(("key", "value"), [("temperature", "hot"), ("top_k", [1]), ("max_new_tokens", 0)])
+def test_a_generation_config_without_sense_is_named(key: str, value: Any, tmp_path: Path) -> None:
+    folder = make_folder(tmp_path)
+    write_json(folder, "generation_config.json", **{key: value})
+    with pytest.raises(ValueError, match=rf"generation_config\.json: '{key}' is"):
+        open_checkpoint(str(folder))
 
 
 def test_no_eos_at_all(tmp_path: Path) -> None:

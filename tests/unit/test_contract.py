@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from backend_lib.checkpoint import Checkpoint, HashConfig, SamplingDefaults
 from backend_lib.config import Settings
 from backend_lib.request import GenerationRequest, OutputOptions, SamplingParams
-from backend_lib.router.contract import RequestError, parse_request
+from backend_lib.router.contract import RequestError, checkpoint_defaults, parse_request
 from backend_lib.router.fields import FIELDS
 
 VOCAB = 49_152
@@ -53,6 +54,40 @@ def test_defaults_are_vllm_backends():
 def test_identity_and_deadline_are_passed_on():
     request = parse_request({"text_input": text("hi")}, {}, "abc", 1500, Settings(stream_interval=4), VOCAB)
     assert (request.request_id, request.timeout_us, request.output.stream_interval) == ("abc", 1500, 4)
+
+
+# What the checkpoint says
+
+
+def sampled(json_text: str | None = None, **asked) -> SamplingParams:
+    defaults = checkpoint_defaults(checkpoint_that_asks_for(**asked))
+    tensors = {"text_input": text("hi")} | ({"sampling_parameters": text(json_text)} if json_text else {})
+    return parse_request(tensors, {}, "", 0, Settings(), VOCAB, defaults).sampling
+
+
+def checkpoint_that_asks_for(**asked) -> Checkpoint:
+    config = HashConfig(architecture="TandemHashModel", vocab_size=VOCAB, max_position=64)
+    return Checkpoint(name="org/m", config=config, tokenizer=None, eos_token_ids=(), sampling=SamplingDefaults(**asked))
+
+
+def test_the_checkpoint_says_what_the_request_does_not():
+    assert sampled(temperature=0.6, top_k=20, top_p=0.95) == SamplingParams(temperature=0.6, top_k=20, top_p=0.95)
+    assert sampled('{"temperature": 0, "top_k": -1}', temperature=0.6, top_k=20) == SamplingParams(temperature=0.0)
+    assert sampled(top_k=VOCAB + 1, temperature=1e-9) == SamplingParams(temperature=0.0)
+
+
+def test_the_checkpoints_length_is_not_the_clients():
+    assert sampled('{"min_tokens": 7}', max_tokens=5).max_tokens is None
+
+
+def test_what_the_checkpoint_asks_for_and_is_not_supported_is_left_out():
+    for name in ("min_p", "repetition_penalty"):
+        assert (name in checkpoint_defaults(checkpoint_that_asks_for(**{name: 0.5}))) == FIELDS[name].is_supported
+
+
+def test_what_the_checkpoint_asks_for_and_makes_no_sense_is_named():
+    with pytest.raises(ValueError, match=r"org/m asks for sampling that cannot be done: 'top_p' is 1\.5; allowed is"):
+        checkpoint_defaults(checkpoint_that_asks_for(top_p=1.5))
 
 
 # The prompt

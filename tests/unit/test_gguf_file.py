@@ -33,6 +33,12 @@ def test_what_may_be_left_out(tmp_path: Path) -> None:
     assert (checkpoint.eos_token_ids, checkpoint.bos_token, checkpoint.chat_template) == ((), "", None)
 
 
+def test_sampling_defaults(tmp_path: Path) -> None:
+    sampling = {"general__sampling__temp": 0.7, "general__sampling__top_k": 20}
+    checkpoint = open_checkpoint(str(make_tiny_gguf(tmp_path / "tiny.gguf", **sampling)))
+    assert checkpoint.sampling.given() == pytest.approx({"temperature": 0.7, "top_k": 20})
+
+
 def test_smollm2() -> None:
     checkpoint = open_checkpoint("smollm2")
     config = checkpoint.config
