@@ -16,7 +16,7 @@ from backend_lib.models.shapes import check_shape
 # Read for the configuration, not for the decoder.
 _NOT_NEEDED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 # llama.cpp rotates neighbours where these come from Hugging Face's halves, and its conversion reorders the rows.
-_PERMUTED = ("LlamaForCausalLM", "MixtralForCausalLM", "SmolLM3ForCausalLM")
+_PERMUTED = ("LlamaForCausalLM", "SmolLM3ForCausalLM")
 # What has been read of the mapped file stays in memory until it is given back.
 _GIVE_BACK_BYTES = 64 << 20
 

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -12,6 +13,7 @@ from backend_lib.config import Settings
 from backend_lib.models import Decoder, load_decoder
 from tests.support.families import VARIANTS, make_variant
 from tests.support.forward import generate, logits_in_random_steps
+from tests.support.gguf_families import convert
 
 NUM_TOKENS = 64
 NEAR_TIE = 1e-3  # float32 sums in another order may choose the other of two tokens that are closer than this
@@ -105,3 +107,42 @@ def test_fp16_weights_are_close(variant: str, tmp_path: Path) -> None:
     ours = logits_in_random_steps(load(path, "fp16"), sequences(17, 42))
     spread = max(float(logits.abs().max()) for logits in theirs)
     assert largest_difference(ours, theirs) < 1e-2 * spread
+
+
+# What llama.cpp does not do, or knows by other names.
+NOT_AS_GGUF = {
+    "llama, dynamic rope",
+    "qwen2, window",
+    "qwen3 moe, some layers dense",
+    "smollm3, window, untied",
+}
+
+
+@pytest.mark.parametrize("variant", [each for each in VARIANTS if each not in NOT_AS_GGUF])
+def test_gguf_gives_the_logits_of_the_folder(variant: str, tmp_path: Path) -> None:
+    # It has no query_pre_attn_scalar: a size of head it is.
+    scalar = {"query_pre_attn_scalar": 20} if variant.startswith("gemma") else {}
+    folder = make_variant(tmp_path / "folder", variant, **scalar)
+    file = convert(folder, tmp_path / "model.gguf")
+    ids = sequences(3, 42, 100)
+    ours, theirs = (logits_in_random_steps(load(path), ids) for path in (file, folder))
+    assert largest_difference(ours, theirs) < 1e-5
+    assert open_checkpoint(str(file)).context_length == open_checkpoint(str(folder)).context_length
+
+
+@pytest.mark.parametrize(("variant", "layers"), [("gemma2", 46), ("gemma3", 62)])
+def test_ggufs_of_gemmas_27b_scale_scores_by_hidden_size_over_heads(variant: str, layers: int, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 12, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 8}
+    folder = make_variant(tmp_path, variant, num_hidden_layers=layers, query_pre_attn_scalar=6, **sizes)
+    file = convert(folder, tmp_path / "model.gguf")
+    assert open_checkpoint(str(file)).config.attention_scale == open_checkpoint(str(folder)).config.attention_scale
+
+
+@pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_0"])
+def test_quantised_experts_are_read(kind: str, tmp_path: Path) -> None:
+    """A block of a quantised tensor is 32 values long, so its rows are as well."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
+    folder = make_variant(tmp_path / "folder", "mixtral", **sizes)
+    file = convert(folder, tmp_path / "model.gguf", quantization=gguf.GGMLQuantizationType[kind])
+    ours, theirs = (logits_in_random_steps(load(path), [[1, 2, 3]])[0] for path in (file, folder))
+    assert float((ours - theirs).norm() / theirs.norm()) < {"F16": 1e-2, "Q8_0": 1e-1, "Q4_0": 1.0}[kind]

@@ -1,6 +1,5 @@
 """The test-only model against its definition in plain integers."""
 
-
 import pytest
 import torch
 from hypothesis import given, settings

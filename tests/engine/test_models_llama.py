@@ -15,6 +15,7 @@ from backend_lib.config import Settings
 from backend_lib.models import Decoder, ForwardBatch, load_decoder
 from tests.support.checkpoints import LLAMA3_ROPE, make_config_folder, make_tiny_gguf, make_tiny_llama
 from tests.support.forward import ForwardDriver, logits_in_random_steps
+from tests.support.gguf_families import permuted
 
 VARIANTS = {
     "untied": {},
@@ -81,11 +82,6 @@ def test_auto_keeps_weights_as_fp16(tmp_path: Path, sequences) -> None:
     path = make_tiny_llama(tmp_path)
     auto, fp16 = (logits_in_random_steps(load(path, weights), sequences) for weights in ("auto", "fp16"))
     assert largest_difference(auto, fp16) == 0.0
-
-
-def permuted(weights: np.ndarray, heads: int) -> np.ndarray:
-    """As llama.cpp's converter writes q and k: the halves of each head interleaved."""
-    return weights.reshape(heads, 2, -1, *weights.shape[1:]).swapaxes(1, 2).reshape(weights.shape)
 
 
 def gguf_tensors(path: Path) -> dict[str, np.ndarray]:
@@ -178,6 +174,15 @@ class TestErrors:
         self.rewrite(folder, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
         with pytest.raises(ValueError, match=r"no tensor 'model\.layers\.1\.mlp\.up_proj\.weight'"):
             load(folder)
+
+    def test_a_tensor_that_the_architecture_does_not_have(self, folder: Path) -> None:
+        self.rewrite(folder, lambda tensors: tensors.update({"model.layers.0.self_attn.q_norm.weight": torch.ones(16)}))
+        with pytest.raises(ValueError, match=r"has a tensor 'model\.layers\.0\.self_attn\.q_norm\.weight' \(1 such\)"):
+            load(folder)
+        self.rewrite(folder, lambda tensors: tensors.pop("model.layers.0.self_attn.q_norm.weight"))
+        tensors = gguf_tensors(folder) | {"blk.0.attn_q_norm.weight": np.ones(16, dtype=np.float32)}
+        with pytest.raises(ValueError, match=r"has a tensor 'blk\.0\.attn_q_norm\.weight' \(1 such\)"):
+            load(make_tiny_gguf(folder / "tiny.gguf", tensors))
 
     def test_wrong_shape(self, folder: Path) -> None:
         self.rewrite(folder, lambda tensors: tensors.update({"model.norm.weight": torch.ones(63)}))

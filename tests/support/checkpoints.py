@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import gguf
@@ -124,20 +126,24 @@ def make_tiny_gguf(
     tensors: dict[str, np.ndarray] | None = None,
     *,
     quantization: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
+    arch: str = "llama",
+    metadata: Mapping[str, Any] = MappingProxyType({}),
     **overrides: Any,
 ) -> Path:
-    """The small Llama as GGUF. An override of None leaves a key out; `__` in its name stands for a dot.
+    """The small Llama as GGUF, or another model by its metadata.
 
-    `tensors` are float32 by GGUF name; matrices are written as `quantization`.
+    `tensors` are float32 by GGUF name; matrices are written as `quantization`. An override of None leaves a key out;
+    `__` in its name stands for a dot.
     """
-    writer = gguf.GGUFWriter(path, "llama")
-    for key, value in (_tiny_metadata() | {key.replace("__", "."): value for key, value in overrides.items()}).items():
+    writer = gguf.GGUFWriter(path, arch)
+    overrides = {key.replace("__", "."): value for key, value in overrides.items()}
+    for key, value in (_tiny_metadata() | metadata | overrides).items():
         if value is not None:
             writer.add_key_value(
                 key, value, _gguf_type(value), _gguf_type(value[0]) if isinstance(value, list) else None
             )
     for name, values in (tensors or {}).items():
-        kind = quantization if values.ndim == 2 else gguf.GGMLQuantizationType.F32
+        kind = quantization if values.ndim >= 2 else gguf.GGMLQuantizationType.F32
         writer.add_tensor(name, gguf.quantize(values, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -147,8 +153,7 @@ def make_tiny_gguf(
 
 
 def _tiny_metadata() -> dict[str, Any]:
-    tokens, merges = tiny_tokens()
-    return {
+    return _tiny_tokenizer_metadata() | {
         "llama.vocab_size": TINY_VOCAB,
         "llama.context_length": 512,
         "llama.embedding_length": 64,
@@ -157,6 +162,12 @@ def _tiny_metadata() -> dict[str, Any]:
         "llama.attention.head_count": 4,
         "llama.attention.head_count_kv": 2,
         "llama.attention.layer_norm_rms_epsilon": 1e-6,
+    }
+
+
+def _tiny_tokenizer_metadata() -> dict[str, Any]:
+    tokens, merges = tiny_tokens()
+    return {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "gpt-2",
         "tokenizer.ggml.tokens": tokens,
