@@ -3,13 +3,12 @@
     python -m benchmarks.perf_analyzer -- -m llm -u localhost:8001 -i grpc --streaming --async \\
         --input-data client_examples/perf_analyzer_input.json --concurrency-range 4 --request-count 20
 
-The wheel of an old tritonclient carries the newest binary that a glibc older than 2.38 can run. Two libraries that it
-needs come with the server's wheel, or from the system.
+The wheel of an old tritonclient carries a binary for glibc 2.34 and newer; later wheels want 2.38. Two libraries that
+it needs come with the server's wheel, or from the system. With `--version` as the only flag it is just made ready.
 """
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -23,37 +22,39 @@ CACHE = Path(__file__).parents[1] / ".cache" / "perf_analyzer"
 # The name that the loader looks for, and how the server's wheel has renamed it.
 _LIBRARIES = {"libb64.so.0d": "libb64-*.so.0d", "libcudart.so.12": "libcudart-*.so.12.*"}
 _HELP = "perf_analyzer does not start; its libraries (libb64, libcudart 12) come with `pip install nvidia-pytriton`"
+_LAUNCHER = """#!/bin/sh
+here=$(dirname "$(dirname "$(readlink -f "$0")")")
+LD_LIBRARY_PATH="${LD_LIBRARY_PATH:+$LD_LIBRARY_PATH:}$here/lib" exec "$here/perf_analyzer" "$@"
+"""
 
 
 def main() -> int:
     arguments = sys.argv[1:]
     if arguments[:1] == ["--"]:
         del arguments[0]
-    binary, environment = find_perf_analyzer()
-    return subprocess.run([binary, *arguments], env=environment, check=False).returncode
+    return subprocess.run([find_perf_analyzer(), *arguments], check=False).returncode
 
 
-def find_perf_analyzer() -> tuple[Path, dict[str, str]]:
-    """A binary that runs, fetched when there is none, and the environment it needs.
+def find_perf_analyzer() -> Path:
+    """One that starts, fetched when there is none. The fetched one can be put on PATH: it is alone in its folder.
 
     Raises:
         RuntimeError: says what is missing and what to do.
     """
     found = shutil.which("perf_analyzer")
-    if found and _why_not(Path(found), dict(os.environ)) is None:
-        return Path(found), dict(os.environ)
-    binary = CACHE / "perf_analyzer"
-    if not binary.exists():
-        _fetch(binary)
-    environment = _with_libraries()
-    if reason := _why_not(binary, environment):
+    if found and _why_not(Path(found)) is None:
+        return Path(found)
+    if not (CACHE / "perf_analyzer").exists():
+        _fetch(CACHE / "perf_analyzer")
+    launcher = _make_launcher()
+    if reason := _why_not(launcher):
         raise RuntimeError(f"{_HELP}\n{reason}")
-    return binary, environment
+    return launcher
 
 
-def _why_not(binary: Path, environment: dict[str, str]) -> str | None:
-    """What a binary that does not run says."""
-    done = subprocess.run([binary, "--version"], env=environment, capture_output=True, text=True, check=False)
+def _why_not(program: Path) -> str | None:
+    """What one that does not start says."""
+    done = subprocess.run([program, "--version"], capture_output=True, text=True, check=False)
     return None if done.returncode == 0 and "Perf Analyzer" in done.stdout + done.stderr else done.stderr
 
 
@@ -71,17 +72,21 @@ def _fetch(binary: Path) -> None:
         extracted.rename(binary)  # whole or not at all
 
 
-def _with_libraries() -> dict[str, str]:
-    """This process's environment, with the server's copies of the libraries at the end of the loader's path."""
-    folder = CACHE / "lib"
-    folder.mkdir(exist_ok=True)
+def _make_launcher() -> Path:
+    """The binary behind a loader's path that ends with the server's copies of the libraries."""
     for name, pattern in _LIBRARIES.items():
+        link = CACHE / "lib" / name
+        link.parent.mkdir(exist_ok=True)
         copy = next(iter(_server_libraries().glob(pattern)), None)
-        if copy and not (folder / name).exists():
-            (folder / name).unlink(missing_ok=True)
-            (folder / name).symlink_to(copy)
-    paths = [os.environ.get("LD_LIBRARY_PATH"), str(folder)]
-    return {**os.environ, "LD_LIBRARY_PATH": ":".join(path for path in paths if path)}
+        if copy and not link.exists():
+            link.unlink(missing_ok=True)
+            link.symlink_to(copy)
+    launcher = CACHE / "bin" / "perf_analyzer"
+    launcher.parent.mkdir(exist_ok=True)
+    if not launcher.exists():
+        launcher.write_text(_LAUNCHER)
+        launcher.chmod(0o755)
+    return launcher
 
 
 def _server_libraries() -> Path:
