@@ -150,10 +150,6 @@ def test_shapes_and_types_over_grpc(grpc, tensors, words):
     assert words in grpc.error(None, **tensors)
 
 
-def test_an_output_that_does_not_exist(grpc):
-    assert "unexpected inference output 'logits'" in grpc.error(PROMPT, outputs=["logits"])
-
-
 def test_plain_inference_is_refused_by_triton(hash_server, http):
     body = {"inputs": [{"name": "text_input", "shape": [1], "datatype": "BYTES", "data": [PROMPT]}]}
     url = f"{hash_server.http_url}/v2/models/llm/infer"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import queue
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,6 +13,10 @@ from typing import Any
 
 import numpy as np
 import requests
+
+# Else gRPC's threads make a process that is forked from this one, such as the next server, crash at times.
+os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
+
 import tritonclient.grpc as grpcclient
 from tritonclient.utils import np_to_triton_dtype
 
