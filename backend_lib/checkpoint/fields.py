@@ -87,6 +87,13 @@ class Fields:
             raise self.error(key, "a string")
         return value
 
+    def strings(self, key: str) -> list[str]:
+        """A list of strings."""
+        values = self._get(key, None)
+        if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+            raise self.error(key, "a list of strings")
+        return values
+
     def numbers(self, key: str) -> tuple[float, ...]:
         """A list of numbers."""
         values = self._get(key, None)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from backend_lib.checkpoint import open_checkpoint
-from backend_lib.checkpoint.gguf_tokenizer import _PRE_TOKENIZERS
+from backend_lib.checkpoint.gguf_bpe import PRE_TOKENIZERS
 from backend_lib.checkpoint.locate import _built_in_path
 from tests.support.checkpoints import make_tiny_gguf
 
@@ -86,20 +86,34 @@ PIECES = {
     "smollm": ["it", "'s", "Ġ", "1", "2", "3", "4", "5", "Ġx", "!!", "ĊĊ", "Ġyou", "'", "LL"],
     "llama-bpe": ["it", "'s", "Ġ", "123", "45", "Ġx", "!!ĊĊ", "Ġyou", "'LL"],
     "qwen2": ["it", "'s", "Ġ", "1", "2", "3", "4", "5", "Ġx", "!!ĊĊ", "Ġyou", "'LL"],
+    "dbrx": ["it", "'s", "Ġ", "123", "45", "Ġx", "!!ĊĊ", "Ġyou", "'LL"],
+    "deepseek-r1-qwen": ["it", "'s", "Ġ", "1", "2", "3", "4", "5", "Ġx", "!!ĊĊ", "Ġyou", "'LL"],
+    "gpt-4o": ["it's", "Ġ", "123", "45", "Ġx", "!!ĊĊ", "Ġyou'LL"],
+    "tekken": ["it", "'s", "Ġ", "1", "2", "3", "4", "5", "Ġx", "!!ĊĊ", "Ġyou", "'LL"],
     "default": ["it", "'", "s", "Ġ", "123", "45", "Ġx", "!!", "ĊĊ", "Ġyou", "'", "LL"],
 }
 
 
+def test_every_pre_tokenizer_is_tested() -> None:
+    assert set(PIECES) == set(PRE_TOKENIZERS)
+
+
+@pytest.mark.parametrize("pre", ["gpt-4o", "tekken"])
+def test_words_end_where_a_capital_begins(pre: str) -> None:
+    pieces = PRE_TOKENIZERS[pre]().pre_tokenize_str("camelCase HTTPServer a/b//\n")
+    assert [piece for piece, _ in pieces] == ["camel", "Case", "ĠHTTPServer", "Ġa", "/b", "//Ċ"]
+
+
 @pytest.mark.parametrize("pre", PIECES)
 def test_pre_tokenizers_cut_as_named(pre: str) -> None:
-    pieces = _PRE_TOKENIZERS[pre]().pre_tokenize_str("it's 12345 x!!\n\n you'LL")
+    pieces = PRE_TOKENIZERS[pre]().pre_tokenize_str("it's 12345 x!!\n\n you'LL")
     assert [piece for piece, _ in pieces] == PIECES[pre]
 
 
 @pytest.mark.parametrize("pre", PIECES)
 @pytest.mark.parametrize("text", TRICKY)
 def test_every_pre_tokenizer_keeps_all_text(pre: str, text: str) -> None:
-    pieces = [piece for piece, _ in _PRE_TOKENIZERS[pre]().pre_tokenize_str(text)]
+    pieces = [piece for piece, _ in PRE_TOKENIZERS[pre]().pre_tokenize_str(text)]
     assert len("".join(pieces)) == len(text.encode())
 
 
