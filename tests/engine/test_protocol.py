@@ -196,6 +196,20 @@ def test_a_client_that_fails_harms_nobody_else(router) -> None:
         assert ask.sender.wait().error[0] is ErrorKind.INTERNAL
 
 
+def test_a_stream_that_is_over_before_its_submit_returns_leaves_nothing(router, monkeypatch) -> None:
+    submit = router._group.submit
+
+    def slow_submit(stream) -> None:
+        submit(stream)
+        while stream.slot in router._streams:
+            time.sleep(0.001)
+
+    monkeypatch.setattr(router._group, "submit", slow_submit)
+    ask = Ask([5, 6], {"max_tokens": 1})
+    router.submit(ask.inbound())
+    ask.check()
+
+
 def test_a_cancelled_request_gives_its_memory_back_soon(router) -> None:
     ask = Ask([5, 6, 7], {"max_tokens": 250, "ignore_eos": True, "stream": True})
     ask.sender = ListSender(lambda reply: setattr(ask.sender, "cancelled", True))

@@ -14,7 +14,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from backend_lib.request import FinishReason
 from backend_lib.router import router as router_module
 from backend_lib.router import supervisor
 from backend_lib.router.reply import ErrorKind
@@ -197,12 +196,12 @@ def test_a_model_that_cannot_be_loaded_again_is_told_and_may_come_back(folder, m
         assert_level(router)
 
 
-def test_close_answers_every_open_stream_and_ends_the_worker(folder) -> None:
+def test_close_answers_every_open_stream_and_ends_the_worker(long_folder) -> None:
     """Also those whose client is slow just then, and those that wait in the queue."""
-    asks = [Ask([5, number], {"max_tokens": 250, "ignore_eos": True, "stream": True}) for number in range(10, 40)]
+    asks = [Ask([5, number], {"max_tokens": 900, "ignore_eos": True, "stream": True}) for number in range(10, 40)]
     for ask in asks[:4]:
         ask.sender = Gate(after=3)
-    with running_router(folder, **SETTINGS) as router:
+    with running_router(long_folder, **SETTINGS) as router:
         for ask in asks:
             router.submit(ask.inbound())
         for ask in asks[:4]:
@@ -214,9 +213,11 @@ def test_close_answers_every_open_stream_and_ends_the_worker(folder) -> None:
             ask.sender.go_on.set()
         closer.join(5)
         assert not closer.is_alive() and worker_pid(router) is None
-        for ask in asks:
+        open_asks = [ask for ask in asks if not ask.sender.finish]  # on a busy machine some had ended before
+        assert set(map(id, asks[:4])) <= set(map(id, open_asks))
+        for ask in open_asks:
             ask.check_prefix(ErrorKind.UNAVAILABLE, timeout=0)
-            assert ask.sender.error[1] == "the model is being unloaded" and ask.sender.finish is FinishReason.NONE
+            assert ask.sender.error[1] == "the model is being unloaded"
         late = Ask([5], {"max_tokens": 1})
         router.submit(late.inbound())
         assert late.sender.wait(0).error == (ErrorKind.UNAVAILABLE, "the model is being unloaded")
