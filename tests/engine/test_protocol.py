@@ -197,17 +197,20 @@ def test_a_client_that_fails_harms_nobody_else(router) -> None:
 
 
 def test_a_stream_that_is_over_before_its_submit_returns_leaves_nothing(router, monkeypatch) -> None:
-    submit = router._group.submit
+    submit, returned = router._group.submit, threading.Event()
 
     def slow_submit(stream) -> None:
         submit(stream)
         while stream.slot in router._streams:
             time.sleep(0.001)
+        returned.set()
 
     monkeypatch.setattr(router._group, "submit", slow_submit)
     ask = Ask([5, 6], {"max_tokens": 1})
     router.submit(ask.inbound())
     ask.check()
+    assert returned.wait(5)
+    time.sleep(0.05)  # for what the intake thread may still do with it
 
 
 def test_a_cancelled_request_gives_its_memory_back_soon(router) -> None:
