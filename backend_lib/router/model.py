@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import select
 import sys
+import threading
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -54,11 +58,12 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         logging.basicConfig(level=logging.INFO, format="tandem router: %(message)s", stream=sys.stderr)
+        threading.Thread(target=_end_with_triton, args=(os.pidfd_open(os.getppid()),), daemon=True).start()
         config = json.loads(args["model_config"])
         try:
             _check_instances(config)
             parameters = {key: value["string_value"] for key, value in config.get("parameters", {}).items()}
-            is_serving = Serving(args["model_name"], args["model_version"])
+            is_serving = partial(_is_serving, args["model_name"], args["model_version"])
             self._router = Router(Settings.from_parameters(parameters), is_serving=is_serving)
         except (ValueError, RuntimeError, OSError) as error:
             raise pb_utils.TritonModelException(str(error)) from error
@@ -96,22 +101,25 @@ class TritonSender:
         return self._sender.is_cancelled()
 
 
-class Serving:
-    """Asks Triton whether the model is wanted: false once it is being unloaded or the server stops."""
+def _end_with_triton(pidfd: int) -> None:
+    """End this process, and by that the workers, when tritonserver is dead.
 
-    def __init__(self, name: str, version: str) -> None:
-        self._model = {"model_name": name, "model_version": version}
-        self._is_stopping = False
+    The Python backend does so itself, but only once somebody has reaped tritonserver, and through exit handlers that
+    can hang while our threads run.
+    """
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    poll.poll()
+    os._exit(1)
 
-    def __call__(self) -> bool:
-        if self._is_stopping:
-            return False
-        try:
-            return pb_utils.is_model_ready(**self._model)
-        except pb_utils.TritonModelException:
-            # A server that stops has no answer any more, and asked again the Python backend's process crashes.
-            self._is_stopping = True
-            return False
+
+def _is_serving(name: str, version: str) -> bool:
+    """Whether the model is wanted: false once it is being unloaded or the server stops. Not to be asked after a no."""
+    try:
+        return pb_utils.is_model_ready(model_name=name, model_version=version)
+    except pb_utils.TritonModelException:
+        # A server that stops has no answer any more, and asked again the Python backend's process crashes.
+        return False
 
 
 def _inbound(request: Any, sender: TritonSender) -> Inbound:

@@ -88,7 +88,12 @@ class Router:
         kv_tokens = self._supervisor.start()
         self._max_len = min(self._max_model_len, kv_tokens)
         self._replies = ReplyPool(REPLY_THREADS, self._answer)
-        self._watcher = Watcher(self._end, is_serving=is_serving, drain_seconds=settings.drain_seconds)
+        self._watcher = Watcher(
+            self._end,
+            on_drained=self._supervisor.close,  # the worker's memory is free, however long Triton keeps the router
+            is_serving=is_serving,
+            drain_seconds=settings.drain_seconds,
+        )
         self._intake = ThreadPoolExecutor(INTAKE_THREADS, thread_name_prefix="tandem-intake")
         self._doorbell = threading.Thread(target=self._drain_forever, name="tandem-doorbell", daemon=True)
         self._doorbell.start()

@@ -180,14 +180,28 @@ def test_unloading_answers_every_open_stream_and_ends_the_worker(hash_checkpoint
         assert http.unload().status_code == 200
         asked = time.monotonic()
         ended = [stream.rest()[-1] for _ in range(3)]
-        assert [response.error for response in ended] == [UNLOADING] * 3
+        # Triton itself refuses what reaches it after the order to unload.
+        assert all(response.error == UNLOADING or "no available versions" in response.error for response in ended)
         assert [event.get("error") for event in ends_of(answers)] == [UNLOADING]
         assert 0.5 < time.monotonic() - asked < 10
         # As long as a gRPC stream is open, Triton keeps every model that it has asked.
         stream.close()
         assert not wait_ended(family, 15)
-        assert http.index()["state"] == "UNAVAILABLE"
+        http.wait_unloaded()
         assert "successfully unloaded 'llm'" in server.log
+
+
+def test_unloading_frees_the_worker_even_while_a_grpc_stream_stays_open(hash_checkpoint):
+    with serving(hash_checkpoint) as server, grpc_stream(server.grpc_url) as stream:
+        http = HttpClient(server.http_url)
+        stream.ask(PROMPT, parameters={"max_tokens": 3})
+        workers = processes(server.worker_pids)
+        assert workers
+        http.unload()
+        assert not wait_ended(workers, 15)
+        assert http.index()["state"] == "UNLOADING"
+        assert http.load().status_code == 200
+        assert http.generate(PROMPT, max_tokens=3, **GREEDY)["text_output"] == PROMPT + answer(3)
 
 
 def test_a_request_that_ends_in_the_drain_time_is_answered_whole(hash_checkpoint):
@@ -233,10 +247,8 @@ def test_sigkill_of_tritonserver_ends_router_and_worker(hash_checkpoint):
         stub, workers = psutil.Process(server.stub_pid), processes(server.worker_pids)
         assert workers
         os.kill(server.pid, signal.SIGKILL)
-        # The stub looks for its parent, which is there until whoever started it has taken note of its end.
-        psutil.Process(server.pid).wait(10)
-        server.process.exit_code()
-        assert not wait_ended([stub], 10)
+        # Nobody has reaped tritonserver yet: its router must not depend on that.
+        assert not wait_ended([stub], 2)
         assert not wait_ended(workers, 2)
 
 

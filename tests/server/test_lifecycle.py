@@ -64,15 +64,8 @@ def live_once(server: RunningServer) -> Footprint:
     pieces.close()
     assert http.unload().status_code == 200
     assert not wait_ended(family, 20)
-    _wait_unloaded(http)
+    http.wait_unloaded()
     return footprint(server)
-
-
-def _wait_unloaded(http: HttpClient) -> None:
-    deadline = time.monotonic() + 20
-    while http.index()["state"] != "UNAVAILABLE":
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 @pytest.mark.parametrize("rounds", [10, pytest.param(50, marks=pytest.mark.long)])

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import queue
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -95,6 +96,12 @@ class HttpClient:
     def unload(self) -> requests.Response:
         """Returns when the server has taken the order; the model may go on to answer what it has."""
         return requests.post(f"{self._base}/v2/repository/models/{self._model}/unload", json={}, timeout=TIMEOUT)
+
+    def wait_unloaded(self) -> None:
+        deadline = time.monotonic() + TIMEOUT
+        while self.index()["state"] != "UNAVAILABLE":
+            assert time.monotonic() < deadline, "still not unloaded"
+            time.sleep(0.05)
 
     def index(self) -> dict[str, Any]:
         """The model's line in the repository index."""

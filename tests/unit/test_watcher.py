@@ -127,11 +127,27 @@ def test_an_unloaded_models_streams_end_after_the_drain() -> None:
         assert 0.3 <= verdicts.times[0] - unloaded < 2  # asked twice a second
 
 
-def test_a_model_that_is_loaded_again_keeps_its_streams() -> None:
+def test_a_no_is_final() -> None:
+    """A model that is loaded again is another instance, in another process."""
     answers = iter([True, False, True])
-    with watching(lambda: next(answers, True), drain_seconds=0.7) as (watcher, verdicts):
-        watcher.add(new_stream())
-        assert verdicts.wait(1, timeout=1.8) == []
+    with watching(lambda: next(answers, True), drain_seconds=0.3) as (watcher, verdicts):
+        stream = new_stream()
+        watcher.add(stream)
+        assert verdicts.wait(1) == [stream]
+
+
+def test_it_says_once_that_an_unloaded_model_has_drained() -> None:
+    serving, drained = threading.Event(), threading.Event()
+    serving.set()
+    watcher = Watcher(Verdicts(), on_drained=drained.set, is_serving=serving.is_set, drain_seconds=0.1)
+    stream = new_stream()
+    watcher.add(stream)
+    time.sleep(0.1)
+    watcher.discard(stream)
+    assert not drained.wait(2.5)
+    serving.clear()
+    assert drained.wait(5)
+    watcher.close()
 
 
 def test_a_sender_that_cannot_be_asked_takes_nobody_elses_deadline_away() -> None:
