@@ -1,7 +1,7 @@
 """SentencePiece's BPE from GGUF metadata: pieces with scores, and bytes for what no piece covers.
 
-SentencePiece joins, again and again, the two neighbours whose joint piece has the highest score. That is BPE whose merges
-are all the ways to make a piece of two, best score first.
+SentencePiece joins, again and again, the two neighbours whose joint piece has the highest score. That is BPE whose
+merges are all the ways to make a piece of two, best score first.
 """
 
 from __future__ import annotations

@@ -30,13 +30,19 @@ class Detokenizer:
     The pieces join exactly to `tokenizer.decode(ids)`, with one exception: a byte-fallback decoder (SentencePiece
     models) turns a whole run of byte tokens into U+FFFD if any byte of the run is wrong, even characters already
     complete. Those have been given out by then and stay.
+
+    Args:
+        prompt_ids: what stands before. The pieces are then what decoding adds to the prompt's text: SentencePiece
+            models strip the first space of a text, and a continuation is none.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True):
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, prompt_ids: Sequence[int] = ()):
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._window: list[int] = []
         self._given = 0  # characters of the window's text that are given out
+        if prompt_ids:
+            self._begin_after(prompt_ids)
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Text that these tokens complete. Never part of a character."""
@@ -47,6 +53,15 @@ class Detokenizer:
         piece = self._decode(self._window)[self._given :]
         self._window, self._given = [], 0
         return piece
+
+    def _begin_after(self, prompt_ids: Sequence[int]) -> None:
+        """The window is the prompt's end, from a place between two characters, and all of it is given out."""
+        tail = [token_id for token_id in prompt_ids[-_FORCE:] if self._has_text(token_id)]
+        starts = [tail[count:] for count in range(_MAX_OPEN + 1)]
+        self._window = min(starts, key=lambda window: self._decode(window).count(_BROKEN))
+        text = self._decode(self._window)
+        self._given = len(text)
+        self._slide(text)
 
     def _push_one(self, token_id: int) -> str:
         self._window.append(token_id)

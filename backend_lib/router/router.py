@@ -149,9 +149,9 @@ class Router:
         prompt_ids = self._checkpoint.tokenizer.encode(request.text).ids
         max_tokens = self._max_tokens(request, len(prompt_ids))
         stream = Stream(request, inbound.sender, slot, generation)
-        stream.begin(
-            TextStream(self._checkpoint.tokenizer, request.sampling.stop, request.sampling.min_tokens), len(prompt_ids)
-        )
+        sampling = request.sampling
+        text = TextStream(self._checkpoint.tokenizer, sampling.stop, sampling.min_tokens, prompt_ids=prompt_ids)
+        stream.begin(text, len(prompt_ids))
         stream.extent = self._write_slot(request, slot, generation, prompt_ids, max_tokens)
         return stream
 

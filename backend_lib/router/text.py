@@ -23,11 +23,19 @@ class TextDelta(NamedTuple):
 class TextStream:
     """Turns a sequence's tokens into the text to send. One per sequence, used by one thread at a time.
 
-    As in vLLM, a stop string counts if it ends in the text of a token after the first `min_tokens`.
+    As in vLLM, a stop string counts if it ends in the text of a token after the first `min_tokens`. `prompt_ids` are
+    what the tokens go on from.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = (), min_tokens: int = 0):
-        self._detokenizer = Detokenizer(tokenizer)
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: tuple[str, ...] = (),
+        min_tokens: int = 0,
+        *,
+        prompt_ids: Sequence[int] = (),
+    ):
+        self._detokenizer = Detokenizer(tokenizer, prompt_ids=prompt_ids)
         self._matcher = StopMatcher(stop)
         self._min_tokens = min_tokens
         self._num_tokens = 0

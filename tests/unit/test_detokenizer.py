@@ -190,6 +190,43 @@ def test_work_per_token_does_not_grow(bpe, name):
         assert len(detokenizer._window) <= 64
 
 
+def _continued(tokenizer, prompt_ids, ids, sizes=(1,)):
+    detokenizer = Detokenizer(tokenizer, prompt_ids=prompt_ids)
+    return "".join([detokenizer.push(piece) for piece in _cuts(ids, sizes)]) + detokenizer.flush()
+
+
+@pytest.mark.parametrize("name", SENTENCEPIECE)
+def test_the_first_space_of_a_continuation_stays(name):
+    the, cat = (WORD_0 + WORDS.index(word) for word in ("▁the", "▁cat"))
+    assert _continued(SENTENCEPIECE[name], [1, the], [cat, the]) == " cat the"
+    assert _continued(SENTENCEPIECE[name], [1], [cat, the]) == "cat the"
+    assert _continued(SENTENCEPIECE[name], [the, 1, 2], [cat]) == " cat"
+
+
+parts = st.lists(st.one_of(valid_runs, word_ids, word_ids, silent_ids), max_size=30)
+
+
+@pytest.mark.parametrize("name", SENTENCEPIECE)
+@given(parts, parts, cut_sizes)
+@example([[BYTE_0 + byte for byte in "中".encode()]] * 20, [[BYTE_0 + byte for byte in "中".encode()]] * 20, [1])
+@example([[BYTE_0 + byte for byte in "👍".encode()]] * 20, [[BYTE_0 + byte for byte in "é".encode()]] * 9, [4])
+@settings(max_examples=100, deadline=None)
+def test_pieces_join_to_what_decoding_adds_to_the_prompt(name, prompt_parts, parts, sizes):
+    tokenizer = SENTENCEPIECE[name]
+    prompt_ids, ids = ([token_id for part in each for token_id in part] for each in (prompt_parts, parts))
+    added = tokenizer.decode(prompt_ids + ids)[len(tokenizer.decode(prompt_ids)) :]
+    assert _continued(tokenizer, prompt_ids, ids, sizes) == added
+
+
+@given(st.text(max_size=40), st.text(max_size=40), cut_sizes)
+@example("\ufffd", "\ufffd", [1])
+@example("中" * 40, "文", [1])
+@settings(max_examples=150, deadline=None)
+def test_any_text_goes_on_from_any_prompt(bpe, prompt, text, sizes):
+    prompt_ids, ids = (bpe.encode(each, add_special_tokens=False).ids for each in (prompt, text))
+    assert _continued(bpe, prompt_ids, ids, sizes) == bpe.decode(ids)
+
+
 def test_flush_of_half_a_character():
     detokenizer = Detokenizer(BYTES)
     assert detokenizer.push(b"a\xf0\x9f") == "a"
