@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 BUSY_CLIENT = 0.8  # share of a core from which the client's own work can be seen in the latencies
+_SHORT = 1.0  # seconds; the share of a shorter level is that of setting up
 
 
 def table(summaries: Sequence[Summary]) -> str:
@@ -47,7 +48,7 @@ def remarks(summaries: Sequence[Summary]) -> list[str]:
     for summary in summaries:
         name = f"{summary.kind} {summary.level:g}"
         lines += [f"{name}: {count} failed: {message}" for message, count in summary.errors.items()]
-        if summary.client_cpu > BUSY_CLIENT:
+        if summary.client_cpu > BUSY_CLIENT and summary.seconds > _SHORT:
             lines.append(f"{name}: the client used {summary.client_cpu:.0%} of a core; it may be the bottleneck")
     return lines
 

@@ -65,7 +65,7 @@ def test_closed_loop(tool, module):
         assert level["requests_per_s"] == pytest.approx(8 / level["seconds"])
         assert 0 < level["ttft_ms"]["p50"] < level["end_to_end_ms"]["p50"] < 1000 * level["seconds"]
         assert 0 <= level["inter_token_ms"]["p50"] <= level["inter_token_ms"]["p99"]
-        assert 0 < level["client_cpu"] < 2
+        assert level["client_cpu"] > 0
 
 
 def test_open_loop(tool):

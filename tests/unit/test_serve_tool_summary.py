@@ -112,6 +112,7 @@ def test_the_table():
 
 def test_a_busy_client_is_said():
     assert remarks([summary([FIRST], cpu=0.5)]) == []
+    assert remarks([summary([FIRST], seconds=0.1, cpu=0.95)]) == [], "too short to tell"
     (line,) = remarks([summary([FIRST], cpu=0.95)])
     assert line == "rate 2: the client used 95% of a core; it may be the bottleneck"
 
