@@ -84,21 +84,37 @@ class TritonPythonModel:
 
 
 class TritonSender:
-    """One request's response sender."""
+    """One request's response sender.
+
+    The final response frees what `is_cancelled` looks at, and tritonserver dies when it is asked meanwhile or later.
+    So the two exclude each other, and afterwards Triton is not asked again.
+    """
 
     def __init__(self, sender: Any) -> None:
         self._sender = sender
         self._final = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL  # not there yet while this module is imported
+        self._lock = threading.Lock()
+        self._is_over = False
 
     def send(self, reply: Reply) -> None:
-        self._sender.send(pb_utils.InferenceResponse(_tensors(reply)), flags=self._final if reply.finish else 0)
+        response = pb_utils.InferenceResponse(_tensors(reply))
+        if reply.finish:
+            self._end(response)
+        else:
+            self._sender.send(response)
 
     def fail(self, kind: ErrorKind, message: str) -> None:
         error = pb_utils.TritonError(message, getattr(pb_utils.TritonError, kind.value))
-        self._sender.send(pb_utils.InferenceResponse(error=error), flags=self._final)
+        self._end(pb_utils.InferenceResponse(error=error))
 
     def is_cancelled(self) -> bool:
-        return self._sender.is_cancelled()
+        with self._lock:
+            return not self._is_over and self._sender.is_cancelled()
+
+    def _end(self, response: Any) -> None:
+        with self._lock:
+            self._is_over = True
+            self._sender.send(response, flags=self._final)
 
 
 def _end_with_triton(pidfd: int) -> None:
