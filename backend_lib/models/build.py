@@ -8,6 +8,7 @@ from backend_lib.checkpoint import DecoderConfig, ExpertsConfig, LayerConfig, Ro
 from backend_lib.models.attention import Scores
 from backend_lib.models.decoder import Attention, HeadNorm, Layer, RMSNorm, TransformerDecoder
 from backend_lib.models.linear import Linear, make_linear
+from backend_lib.models.memory import give_back_free_memory
 from backend_lib.models.mlp import ACTIVATIONS, MLP, GatedMLP, MixtureOfExperts
 from backend_lib.models.rope import Rope
 from backend_lib.models.weights import TensorSource
@@ -23,6 +24,7 @@ class DecoderBuilder:
         self.config = config
         self.tensors = tensors
         self.weights = weights
+        self.embedding_type = torch.float32 if weights == "fp32" else torch.float16
         self.activation = ACTIVATIONS[config.activation]
         ropes = {layer.rope for layer in config.layers if layer.rope}
         self.ropes: dict[RopeConfig | None, Rope] = {rope: Rope(rope, max_position) for rope in ropes}
@@ -30,20 +32,24 @@ class DecoderBuilder:
     def decoder(self) -> TransformerDecoder:
         """Raises ValueError naming a tensor that is missing, of the wrong shape, or not of this architecture."""
         embedding, head = self._embedding_and_head()
-        layers = [self._layer(f"blk.{i}", layer) for i, layer in enumerate(self.config.layers)]
+        layers = []
+        for i, layer in enumerate(self.config.layers):
+            layers.append(self._layer(f"blk.{i}", layer))
+            give_back_free_memory()
         norm = self._norm("output_norm")
         self.tensors.check_all_read()
+        give_back_free_memory()
         return TransformerDecoder(self.config, embedding=embedding, layers=layers, norm=norm, head=head)
 
     def _embedding_and_head(self) -> tuple[torch.Tensor, Linear]:
         """The two largest tensors, together, so that the float32 original is gone before the layers are read."""
         vocab_size, hidden_size = self.config.vocab_size, self.config.hidden_size
-        embedding = self.tensors.read("token_embd.weight", (vocab_size, hidden_size))
-        kept = embedding if self.weights == "fp32" else embedding.half()
-        if self.config.tie_word_embeddings:
-            return kept, make_linear(embedding, None, self.weights)
-        del embedding
-        return kept, self._linear(["output"], [vocab_size], hidden_size, bias=False)
+        if not self.config.tie_word_embeddings:
+            head = self._linear(["output"], [vocab_size], hidden_size, bias=False)
+            return self._read("token_embd.weight", (vocab_size, hidden_size), dtype=self.embedding_type), head
+        embedding = self._read("token_embd.weight", (vocab_size, hidden_size))
+        kept = embedding.to(self.embedding_type)
+        return kept, make_linear(embedding, None, self.weights)
 
     def _layer(self, name: str, layer: LayerConfig) -> Layer:
         has_post_norms = self.config.post_norms
@@ -92,7 +98,7 @@ class DecoderBuilder:
 
     def _mixture(self, name: str, experts: ExpertsConfig) -> MixtureOfExperts:
         return MixtureOfExperts(
-            router=self.tensors.read(f"{name}.ffn_gate_inp.weight", (experts.count, self.config.hidden_size)),
+            router=self._read(f"{name}.ffn_gate_inp.weight", (experts.count, self.config.hidden_size)),
             experts=[self._expert(name, expert, experts.intermediate_size) for expert in range(experts.count)],
             used=experts.used,
             renormalised=experts.renormalised,
@@ -100,13 +106,10 @@ class DecoderBuilder:
 
     def _expert(self, name: str, expert: int, inner: int) -> GatedMLP:
         hidden = self.config.hidden_size
-        gate_up = [
-            self.tensors.read(f"{name}.ffn_{part}_exps.weight", (inner, hidden), expert) for part in ("gate", "up")
-        ]
-        down = self.tensors.read(f"{name}.ffn_down_exps.weight", (hidden, inner), expert)
+        parts = [f"{name}.ffn_{part}_exps" for part in ("gate", "up")]
         return GatedMLP(
-            gate_up=make_linear(torch.cat(gate_up), None, self.weights),
-            down=make_linear(down, None, self.weights),
+            gate_up=self._linear(parts, [inner, inner], hidden, bias=False, expert=expert),
+            down=self._linear([f"{name}.ffn_down_exps"], [hidden], inner, bias=False, expert=expert),
             activation=self.activation,
         )
 
@@ -120,12 +123,21 @@ class DecoderBuilder:
         return HeadNorm(weight=weight, eps=config.rms_norm_eps)
 
     def _norm_weight(self, name: str, size: int) -> torch.Tensor:
-        return self.tensors.read(f"{name}.weight", (size,)) + self.config.norm_offset
+        return self._read(f"{name}.weight", (size,)) + self.config.norm_offset
 
-    def _linear(self, names: list[str], out_sizes: list[int], in_size: int, *, bias: bool) -> Linear:
+    def _linear(
+        self, names: list[str], out_sizes: list[int], in_size: int, *, bias: bool, expert: int | None = None
+    ) -> Linear:
         """One layer that computes all of `names`, their outputs side by side."""
-        sized = list(zip(names, out_sizes, strict=True))
-        weights = [self.tensors.read(f"{name}.weight", (size, in_size)) for name, size in sized]
-        biases = torch.cat([self.tensors.read(f"{name}.bias", (size,)) for name, size in sized]) if bias else None
-        weight = torch.cat(weights) if len(weights) > 1 else weights.pop()
+        weight = torch.empty(sum(out_sizes), in_size)
+        for name, part in zip(names, weight.split(out_sizes), strict=True):
+            self.tensors.read_into(part, f"{name}.weight", expert)
+        biases = torch.empty(sum(out_sizes)) if bias else None
+        for name, part in zip(names, biases.split(out_sizes) if biases is not None else (), strict=False):
+            self.tensors.read_into(part, f"{name}.bias")
         return make_linear(weight, biases, self.weights)
+
+    def _read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        tensor = torch.empty(shape, dtype=dtype)
+        self.tensors.read_into(tensor, name)
+        return tensor

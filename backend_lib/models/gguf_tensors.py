@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
 
 import gguf
 import numpy as np
@@ -11,14 +10,14 @@ import torch
 
 from backend_lib.checkpoint import DecoderConfig
 from backend_lib.models.progress import Progress
-from backend_lib.models.shapes import check_shape
+from backend_lib.models.shapes import check_shape, row_blocks
 
 # Read for the configuration, not for the decoder.
 _NOT_NEEDED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 # llama.cpp rotates neighbours where these come from Hugging Face's halves, and its conversion reorders the rows.
 _PERMUTED = ("LlamaForCausalLM", "SmolLM3ForCausalLM")
 # What has been read of the mapped file stays in memory until it is given back.
-_GIVE_BACK_BYTES = 64 << 20
+_GIVE_BACK_BYTES = 32 << 20
 
 
 class GgufTensors:
@@ -33,18 +32,20 @@ class GgufTensors:
         self._mapping = _mapping_of(reader.data)
         self._held_bytes = 0
 
-    def read(self, name: str, shape: Sequence[int], expert: int | None = None) -> torch.Tensor:
+    def read_into(self, out: torch.Tensor, name: str, expert: int | None = None) -> None:
         if name not in self.tensors:
             raise ValueError(f"the checkpoint has no tensor '{name}'")
         tensor = self.tensors[name]
         whole_shape = tensor.shape[::-1].tolist()
         data = tensor.data if expert is None else tensor.data[expert]
-        check_shape(name, whole_shape if expert is None else whole_shape[1:], shape)
-        values = torch.from_numpy(_dequantise(tensor, data))
-        self.unread.discard(name)
-        self._account(data.nbytes)
+        check_shape(name, whole_shape if expert is None else whole_shape[1:], out.shape)
+        for rows in row_blocks(out.shape):
+            out[rows].copy_(torch.from_numpy(_dequantise(tensor, data[rows])))
+            self._account(data[rows].nbytes)
         heads = self.heads.get(name.split(".")[-2])
-        return _unpermute(values, heads) if heads else values
+        if heads:
+            out.copy_(_unpermute(out, heads))
+        self.unread.discard(name)
 
     def check_all_read(self) -> None:
         if self.unread:
@@ -70,7 +71,7 @@ def _mapping_of(data: np.ndarray | None) -> mmap.mmap | None:
 
 
 def _dequantise(tensor: gguf.ReaderTensor, data: np.ndarray) -> np.ndarray:
-    """float32, in memory of its own: float32 tensors come as the file's read-only mapping, which torch cannot take."""
+    """float32 that torch can take: float32 tensors come as the file's read-only mapping, which it cannot."""
     try:
         values = gguf.dequantize(data, tensor.tensor_type)
     except NotImplementedError:

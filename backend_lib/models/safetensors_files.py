@@ -14,13 +14,13 @@ from safetensors import SafetensorError, safe_open
 from backend_lib.checkpoint import DecoderConfig
 from backend_lib.models.hf_names import hf_name
 from backend_lib.models.progress import Progress
-from backend_lib.models.shapes import check_shape
+from backend_lib.models.shapes import check_shape, row_blocks
 
 _FLOAT_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Left over from training, or worked out from the configuration.
 _NOT_NEEDED = re.compile(r".*\.rotary_emb\.inv_freq")
 # A file that is read through a mapping stays in memory, page by page, for as long as it is open.
-_REOPEN_BYTES = 64 << 20
+_REOPEN_BYTES = 32 << 20
 
 
 class SafetensorsFiles:
@@ -38,20 +38,25 @@ class SafetensorsFiles:
         self._open: tuple[Path, Any] | None = None
         self._bytes_through_it = 0
 
-    def read(self, name: str, shape: Sequence[int], expert: int | None = None) -> torch.Tensor:
+    def read_into(self, out: torch.Tensor, name: str, expert: int | None = None) -> None:
         name = hf_name(self.architecture, name, expert)
         if name not in self.places:
             raise ValueError(f"the checkpoint has no tensor '{name}'")
         path = self.places[name]
         with _damage_named(path):
-            tensor = self._shard(path).get_tensor(name)
+            check_shape(name, self._shard(path).get_slice(name).get_shape(), out.shape)
+            for rows in row_blocks(out.shape):
+                out[rows].copy_(self._read_rows(path, name, rows))
+        self.unread.discard(name)
+
+    def _read_rows(self, path: Path, name: str, rows: slice) -> torch.Tensor:
+        """A view of the mapped file."""
+        tensor = self._shard(path).get_slice(name)[rows]
         if tensor.dtype not in _FLOAT_TYPES:
             raise ValueError(f"{path}: tensor '{name}' is {tensor.dtype}; supported are float32, float16 and bfloat16")
-        check_shape(name, tensor.shape, shape)
-        self.unread.discard(name)
         self._bytes_through_it += tensor.nbytes
         self.progress.add(tensor.nbytes)
-        return tensor.to(torch.float32, copy=True)
+        return tensor
 
     def check_all_read(self) -> None:
         self._open = None

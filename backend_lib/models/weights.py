@@ -1,8 +1,7 @@
-"""Tensors by name, one at a time so that no second copy of the model is ever held."""
+"""Tensors by name, copied a block of rows at a time, so that no second copy of a model or a tensor is ever held."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -15,10 +14,10 @@ from backend_lib.models.safetensors_files import SafetensorsFiles
 class TensorSource(Protocol):
     """Where a checkpoint's tensors come from. Names are GGUF's, which are the same for all families."""
 
-    def read(self, name: str, shape: Sequence[int], expert: int | None = None) -> Tensor:
-        """The tensor `name`, or one expert's part of it, as float32 in memory of its own.
+    def read_into(self, out: Tensor, name: str, expert: int | None = None) -> None:
+        """Copy the tensor `name`, or one expert's part of it, into `out`, of whatever floating type that is.
 
-        Raises ValueError naming one that is missing or not of `shape`.
+        Raises ValueError naming one that is missing or not of `out`'s shape.
         """
 
     def check_all_read(self) -> None:
