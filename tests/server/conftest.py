@@ -30,7 +30,8 @@ def hash_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def hash_server(hash_checkpoint: Path) -> Iterator[RunningServer]:
     """The test-only model, served for the whole session."""
-    with running_server(model=hash_checkpoint) as running:
+    # Triton keeps a model for ever once gRPC has refused a request to it, or a load has failed: do not wait for that.
+    with running_server(model=hash_checkpoint, extra_flags=["--exit-timeout-secs=3"]) as running:
         yield running
 
 

@@ -23,7 +23,9 @@ ROUTER = [{"kind": "KIND_CPU", "count": 1}]
 @pytest.fixture(scope="module")
 def explicit(hash_checkpoint: Path) -> Iterator[RunningServer]:
     """A server whose model is loaded and unloaded by the tests."""
-    with running_server(model=hash_checkpoint, repository_mode="explicit") as running:
+    # A load that has failed keeps Triton from ending before its time limit.
+    flags = ["--exit-timeout-secs=3"]
+    with running_server(model=hash_checkpoint, repository_mode="explicit", extra_flags=flags) as running:
         yield running
 
 
