@@ -56,7 +56,7 @@ class Settings:
     )
     stream_interval: int = _number(1, 1, 1 << 20, help="tokens per streamed response at least")
     drain_seconds: float = _number(
-        20.0, 0.0, 3600.0, help="how long running requests may go on once the model is unloaded"
+        8.0, 0.0, 3600.0, help="how long running requests may go on once the model is unloaded"
     )
     threads: int | None = _number(None, 1, 1024, help="compute threads of a CPU worker; `auto` is all cores but one")
 
