@@ -42,27 +42,28 @@ class Rope:
 def _frequencies(config: RopeConfig, max_position: int) -> torch.Tensor:
     """Radians per position, float32 [d / 2]."""
     exponents = torch.arange(0, config.dim, 2, dtype=torch.int64).float() / config.dim
-    frequencies = 1.0 / config.theta**exponents
+    wavelengths = config.theta**exponents  # in radians, over 2 pi
+    frequencies = 1.0 / wavelengths
     scaling = config.scaling
     if scaling is None:
         return frequencies
     if scaling.kind == "linear":
         return frequencies / scaling.factor
     if scaling.kind == "factors":
-        return _divided(frequencies, scaling.factors)
+        return _stretched(wavelengths, scaling.factors)
     if scaling.kind == "longrope":
         is_long = max_position > scaling.original_max_position
-        return _divided(frequencies, scaling.long_factors if is_long else scaling.factors)
+        return _stretched(wavelengths, scaling.long_factors if is_long else scaling.factors)
     if scaling.kind == "yarn":
         return _yarn(frequencies, config, scaling)
     assert scaling.kind == "llama3", scaling.kind
     return _llama3(frequencies, scaling)
 
 
-def _divided(frequencies: torch.Tensor, factors: tuple[float, ...]) -> torch.Tensor:
-    if len(factors) != len(frequencies):
-        raise ValueError(f"{len(factors)} rotary factors for {len(frequencies)} frequencies")
-    return frequencies / torch.tensor(factors)
+def _stretched(wavelengths: torch.Tensor, factors: tuple[float, ...]) -> torch.Tensor:
+    if len(factors) != len(wavelengths):
+        raise ValueError(f"{len(factors)} rotary factors for {len(wavelengths)} frequencies")
+    return 1.0 / (torch.tensor(factors) * wavelengths)
 
 
 def _llama3(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:

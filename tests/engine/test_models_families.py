@@ -1,5 +1,6 @@
 """Every family against transformers, on small random checkpoints."""
 
+import json
 from pathlib import Path
 
 import gguf
@@ -11,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from backend_lib.checkpoint import open_checkpoint
 from backend_lib.config import Settings
 from backend_lib.models import Decoder, load_decoder
+from tests.support.checkpoints import LLAMA3_ROPE
 from tests.support.families import VARIANTS, make_variant
 from tests.support.forward import generate, logits_in_random_steps
 from tests.support.gguf_families import convert
@@ -107,6 +109,74 @@ def test_fp16_weights_are_close(variant: str, tmp_path: Path) -> None:
     ours = logits_in_random_steps(load(path, "fp16"), sequences(17, 42))
     spread = max(float(logits.abs().max()) for logits in theirs)
     assert largest_difference(ours, theirs) < 1e-2 * spread
+
+
+# As published before transformers 5, which reads both and writes the new one. None takes a field away.
+OLD_SPELLINGS = {
+    "llama, llama3 rope, tied": {
+        "rope_parameters": None, "rope_theta": 10000.0,
+        "rope_scaling": {key: value for key, value in LLAMA3_ROPE.items() if key != "rope_theta"},
+    },
+    "llama, linear rope": {
+        "rope_parameters": None, "rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 4.0},
+    },
+    "mistral": {"rope_parameters": None, "rope_theta": 1e6, "head_dim": 20},
+    "qwen2, tied": {
+        "rope_parameters": None, "rope_theta": 1e6, "layer_types": None, "use_sliding_window": False,
+        "sliding_window": 9, "max_window_layers": 2,
+    },
+    "qwen2, window": {"rope_parameters": None, "rope_theta": 1e4, "layer_types": None, "use_sliding_window": True,
+        "sliding_window": 9, "max_window_layers": 2,
+    },
+    "qwen2, yarn": {
+        "rope_parameters": None, "rope_theta": 1e4, "max_position_embeddings": 128,
+        "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+    },
+    "qwen3, yarn, tied": {
+        "rope_parameters": None, "rope_theta": 1e6,
+        "rope_scaling": {
+            "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "attention_factor": 0.8,
+            "beta_fast": 16, "beta_slow": 2,
+        },
+    },
+    "smollm3": {"rope_parameters": None, "rope_theta": 5e6, "layer_types": None, "no_rope_layers": None},
+    "gemma2": {"rope_parameters": None, "rope_theta": 1e4, "layer_types": None, "tie_word_embeddings": None},
+    "gemma3": {
+        "rope_parameters": None, "rope_theta": 1e6, "rope_local_base_freq": 1e4, "layer_types": None,
+        "_sliding_window_pattern": None, "sliding_window_pattern": 3, "tie_word_embeddings": None,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+    },
+    "phi4-mini, long": {
+        "rope_parameters": None, "rope_theta": 1e4, "partial_rotary_factor": 0.7,
+        "rope_scaling": {
+            "type": "longrope", "short_factor": [1.0] * 7, "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0],
+        },
+    },
+    "phi4-mini, short": {
+        "rope_parameters": None, "rope_theta": 1e4, "partial_rotary_factor": 0.7,
+        "rope_scaling": {
+            "type": "longrope", "short_factor": [1.0, 1.1, 1.2, 1.3, 1.5, 1.8, 2.0], "long_factor": [9.0] * 7,
+        },
+    },
+    "mixtral": {"rope_parameters": None, "rope_theta": 1e6, "rms_norm_eps": None},
+    "qwen3 moe, some layers dense": {
+        "rope_parameters": None, "rope_theta": 1e6, "num_local_experts": None, "num_experts": 6,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("variant", OLD_SPELLINGS)
+def test_configurations_as_they_were_published(variant: str, tmp_path: Path) -> None:
+    path = make_variant(tmp_path, variant)
+    config = json.loads((path / "config.json").read_text())
+    for key, value in OLD_SPELLINGS[variant].items():
+        config.pop(key, None)
+        config |= {} if value is None else {key: value}
+    (path / "config.json").write_text(json.dumps(config))
+    ids = sequences(9, 100)
+    ours = logits_in_random_steps(load(path), ids)
+    model = reference(path)
+    assert largest_difference(ours, [reference_logits(model, each) for each in ids]) < 1e-4
 
 
 # What llama.cpp does not do, or knows by other names.

@@ -156,6 +156,52 @@ def test_what_is_not_supported_is_named(fields: dict[str, Any], message: str, tm
     assert "config.json" in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("family", "fields", "message"),
+    [
+        ("Mistral", {"attention_bias": True}, "'attention_bias' is True; supported is false"),
+        ("Mistral", {"sliding_window": 0}, "'sliding_window' is 0; supported is a whole number of at least 1"),
+        ("Mistral", {"hidden_act": "relu2"}, "'hidden_act' is 'relu2'; supported is 'silu', 'gelu_pytorch_tanh'"),
+        ("Phi3", {"mlp_bias": True}, "'mlp_bias' is True"),
+        ("Phi3", {"rope_scaling": {"type": "longrope", "short_factor": [1]}}, "'long_factor' is missing"),
+        ("Phi3", {"rope_scaling": {"type": "su", "long_factor": ["a"]}}, "'short_factor' is missing"),
+        ("Qwen2", {"layer_types": ["full_attention"]}, r"'layer_types' is \['full_attention'\]; .*a list of 2"),
+        ("Qwen2", {"layer_types": ["linear_attention"] * 2}, "'layer_types' is .*'sliding_attention'"),
+        ("Qwen3", {"rope_scaling": {"rope_type": "yarn"}}, "'factor' is missing"),
+        ("Qwen3", {"rope_scaling": {"rope_type": "yarn", "factor": 2, "mscale": 1.0}}, "'mscale' is 1.0"),
+        ("Qwen3Moe", {"mlp_only_layers": [-1]}, r"'mlp_only_layers' is \[-1\]"),
+        ("Qwen3Moe", {"num_experts": 4, "num_experts_per_tok": 5}, "5 experts per token are asked for, of 4"),
+        ("SmolLM3", {"no_rope_layers": [1]}, r"'no_rope_layers' is \[1\]; supported is a list of 2"),
+        ("Gemma2", {"use_bidirectional_attention": True}, "'use_bidirectional_attention' is True"),
+        ("Gemma3", {"hidden_activation": "gelu"}, "'hidden_activation' is 'gelu'; supported is .*'gelu_pytorch_tanh'"),
+        ("Gemma3", {"head_dim": 15}, "15 of head_dim 15 would be rotated"),
+    ],
+)
+def test_what_a_family_does_not_support_is_named(
+    family: str, fields: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        open_folder(tmp_path, architectures=[f"{family}ForCausalLM"], **fields)
+    assert "config.json" in str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["su", "yarn", "longrope"])
+def test_names_that_longrope_had(kind: str, tmp_path: Path) -> None:
+    rope = {"type": kind, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    fields = {"rope_scaling": rope, "original_max_position_embeddings": 64}
+    config = open_folder(tmp_path, architectures=["Phi3ForCausalLM"], **fields).config
+    scaling = config.layers[0].rope.scaling
+    assert (scaling.kind, scaling.original_max_position, config.max_position) == ("longrope", 64, 512)
+    assert scaling.attention_factor == pytest.approx((1 + 3 / 6) ** 0.5)  # log2 of 512 / 64, over that of 64
+
+
+def test_yarn_lengthens_the_context(tmp_path: Path) -> None:
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    assert open_folder(tmp_path, architectures=["Qwen2ForCausalLM"], rope_scaling=yarn).context_length == 2048
+    longer = {"rope_scaling": yarn, "max_position_embeddings": 2100}
+    assert open_folder(tmp_path, architectures=["Qwen2ForCausalLM"], **longer).context_length == 2100
+
+
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "generation_config.json", "tokenizer_config.json"])
 @pytest.mark.parametrize("text", [b"", b"{", b"[]", b"\xff\xfe", b'{"eos_token_id": {}'])
 def test_damaged_files_are_named(name: str, text: bytes, tmp_path: Path) -> None:
