@@ -108,5 +108,5 @@ def _say(text: str) -> None:
 
 def _example(process: ServerProcess) -> str:
     """One line to paste."""
-    body = '{"text_input": "The capital of France is", "stream": true, "max_tokens": 16}'
+    body = '{"text_input": "The capital of France is", "stream": true, "max_tokens": 16, "temperature": 0}'
     return f"curl -N {process.url}/v2/models/{process.plan.model}/generate_stream -d '{body}'"
