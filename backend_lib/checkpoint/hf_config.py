@@ -108,6 +108,17 @@ def _gemma3(fields: Fields) -> DecoderConfig:
     )
 
 
+def _gemma3_with_vision(fields: Fields) -> DecoderConfig:
+    """Its text part. Files leave out what is as in the smallest of these models."""
+    text = fields.nested("text_config")
+    defaults = {
+        "vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131072,
+        "architectures": ["Gemma3ForCausalLM"],
+    }  # fmt: skip
+    given = {key: value for key, value in text.values.items() if value is not None and key != "architectures"}
+    return _gemma3(Fields(defaults | given, text.source))
+
+
 def _gemma(fields: Fields, **own: Any) -> DecoderConfig:
     _refuse(fields, "use_bidirectional_attention")
     return _decoder(
@@ -287,6 +298,7 @@ def _gemma3_ropes(fields: Fields) -> tuple[RopeConfig, RopeConfig]:
 _READERS: dict[str, Callable[[Fields], DecoderConfig | HashConfig]] = {
     "Gemma2ForCausalLM": _gemma2,
     "Gemma3ForCausalLM": _gemma3,
+    "Gemma3ForConditionalGeneration": _gemma3_with_vision,
     "LlamaForCausalLM": _llama,
     "MistralForCausalLM": _mistral,
     "MixtralForCausalLM": _mixtral,

@@ -42,6 +42,9 @@ _OWN: dict[str, dict[str, str]] = {
     },
     "Phi3ForCausalLM": {"ffn_up": "mlp.gate_up_proj"},
 }
+# Models that see as well keep the decoder under a name of its own, and not always the same.
+_TEXT_PART = re.compile(r"(model\.)?language_model\.(model\.)?")
+_OTHER_PARTS = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\..*")
 _LAYER_NAME = re.compile(r"blk\.(\d+)\.(.+)")
 
 
@@ -52,3 +55,14 @@ def hf_name(architecture: str, name: str, expert: int | None) -> str:
     if layer := _LAYER_NAME.fullmatch(stem):
         return f"model.layers.{layer[1]}.{names[layer[2]].format(expert=expert)}.{kind}"
     return f"{names[stem]}.{kind}"
+
+
+def decoder_name(name: str) -> str | None:
+    """A tensor's name in a file as it would be in a model of text alone; None for what is not the decoder's."""
+    if _OTHER_PARTS.fullmatch(name):
+        return None
+    part = _TEXT_PART.match(name)
+    if part is None:
+        return name
+    rest = name[part.end() :]
+    return rest if rest.startswith("lm_head.") else f"model.{rest}"

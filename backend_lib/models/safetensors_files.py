@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from backend_lib.checkpoint import DecoderConfig
-from backend_lib.models.hf_names import hf_name
+from backend_lib.models.hf_names import decoder_name, hf_name
 from backend_lib.models.progress import Progress
 from backend_lib.models.shapes import check_shape, row_blocks
 
@@ -29,10 +29,11 @@ class SafetensorsFiles:
     def __init__(self, paths: Sequence[Path], config: DecoderConfig) -> None:
         self.architecture = config.architecture
         self.ignores_head = config.tie_word_embeddings  # some write it all the same
-        self.places: dict[str, Path] = {}
+        self.places: dict[str, tuple[Path, str]] = {}  # which file, and its name there
         for path in paths:
             with _damage_named(path), safe_open(path, framework="pt") as shard:
-                self.places.update(dict.fromkeys(shard.keys(), path))
+                named = {decoder_name(name): (path, name) for name in list(shard.keys())}
+            self.places |= {name: place for name, place in named.items() if name is not None}
         self.unread = set(self.places)
         self.progress = Progress(sum(path.stat().st_size for path in paths))
         self._open: tuple[Path, Any] | None = None
@@ -42,11 +43,11 @@ class SafetensorsFiles:
         name = hf_name(self.architecture, name, expert)
         if name not in self.places:
             raise ValueError(f"the checkpoint has no tensor '{name}'")
-        path = self.places[name]
+        path, name_there = self.places[name]
         with _damage_named(path):
-            check_shape(name, self._shard(path).get_slice(name).get_shape(), out.shape)
+            check_shape(name_there, self._shard(path).get_slice(name_there).get_shape(), out.shape)
             for rows in row_blocks(out.shape):
-                out[rows].copy_(self._read_rows(path, name, rows))
+                out[rows].copy_(self._read_rows(path, name_there, rows))
         self.unread.discard(name)
 
     def _read_rows(self, path: Path, name: str, rows: slice) -> torch.Tensor:

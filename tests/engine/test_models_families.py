@@ -7,13 +7,14 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, Gemma3ForConditionalGeneration
 
 from backend_lib.checkpoint import open_checkpoint
 from backend_lib.config import Settings
 from backend_lib.models import Decoder, load_decoder
 from tests.support.checkpoints import LLAMA3_ROPE
-from tests.support.families import VARIANTS, make_variant
+from tests.support.families import VARIANTS, make_gemma3_with_vision, make_variant
 from tests.support.forward import generate, logits_in_random_steps
 from tests.support.gguf_families import convert
 
@@ -177,6 +178,20 @@ def test_configurations_as_they_were_published(variant: str, tmp_path: Path) -> 
     ours = logits_in_random_steps(load(path), ids)
     model = reference(path)
     assert largest_difference(ours, [reference_logits(model, each) for each in ids]) < 1e-4
+
+
+@pytest.mark.parametrize("prefixes", [None, ("model.language_model.", "language_model.model.")])
+def test_the_text_part_of_gemma3_with_vision(prefixes: tuple[str, str] | None, tmp_path: Path) -> None:
+    path = make_gemma3_with_vision(tmp_path)
+    ids = sequences(17, 42)
+    model = Gemma3ForConditionalGeneration.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    theirs = [reference_logits(model.eval(), each) for each in ids]
+    if prefixes:  # as first published
+        tensors = load_file(path / "model.safetensors")
+        assert any(prefixes[0] in name for name in tensors) or any(prefixes[1] in name for name in tensors)
+        renamed = {name.replace(*prefixes): values for name, values in tensors.items()}
+        save_file(renamed, path / "model.safetensors", metadata={"format": "pt"})
+    assert largest_difference(logits_in_random_steps(load(path), ids), theirs) < 1e-4
 
 
 # What llama.cpp does not do, or knows by other names.

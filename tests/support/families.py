@@ -132,6 +132,23 @@ def build_model(variant: str, **overrides: Any) -> transformers.PreTrainedModel:
     return model
 
 
+def make_gemma3_with_vision(path: Path) -> Path:
+    """As Gemma 3 is published from 4B on. The vision tower is there and never used."""
+    make_config_folder(path)
+    torch.manual_seed(0)
+    text = transformers.Gemma3TextConfig(**(_SIZES | VARIANTS["gemma3"].fields))
+    vision = {
+        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "image_size": 28, "patch_size": 14,
+    }  # fmt: skip
+    config = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    config._attn_implementation = "eager"
+    model = transformers.Gemma3ForConditionalGeneration(config)
+    randomise(model, norm_mean=0.0)
+    model.save_pretrained(path)
+    return path
+
+
 # head_dim is not hidden / heads, three query heads share a key-value head, and nothing is a power of two.
 _SIZES = {
     "vocab_size": TINY_VOCAB,
