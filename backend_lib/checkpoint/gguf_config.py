@@ -25,7 +25,11 @@ class Metadata:
 
     def has(self, key: str) -> bool:
         """Whether there is anything but 0 at `key`: converters write 0 for what a model does not have."""
-        return bool(self.fields.values.get(f"{self.arch}.{key}"))
+        return bool(self.value(key))
+
+    def value(self, key: str) -> Any:
+        """None when absent."""
+        return self.fields.values.get(f"{self.arch}.{key}")
 
     def whole(self, key: str, default: int | None = None) -> int:
         return self.fields.whole(f"{self.arch}.{key}", default)
@@ -125,21 +129,28 @@ def _smollm3_layers(metadata: Metadata) -> tuple[LayerConfig, ...]:
 
 def _gemma2_layers(metadata: Metadata) -> tuple[LayerConfig, ...]:
     rope = _rope(metadata)
-    return tuple(LayerConfig(rope=rope, window=window) for window in _gemma_windows(metadata, period=2))
+    windows = _windows(metadata, metadata.whole("attention.sliding_window", 4096), period=2)
+    return tuple(LayerConfig(rope=rope, window=window) for window in windows)
 
 
 def _gemma3_layers(metadata: Metadata) -> tuple[LayerConfig, ...]:
     """Layers with a window rotate by a base of their own, unscaled."""
     full = _rope(metadata)
     local = RopeConfig(dim=metadata.head_dim, theta=metadata.number("rope.freq_base_swa", 10000.0))
-    windows = _gemma_windows(metadata, period=6)
+    window = metadata.whole("attention.sliding_window") if metadata.has("attention.sliding_window") else None
+    windows = _windows(metadata, window, period=6)
     return tuple(LayerConfig(rope=full if window is None else local, window=window) for window in windows)
 
 
-def _gemma_windows(metadata: Metadata, period: int) -> list[int | None]:
-    """The last layer of each period looks at everything."""
-    metadata.refuse("attention.sliding_window_pattern")
-    window = metadata.whole("attention.sliding_window", 4096)
+def _windows(metadata: Metadata, window: int | None, period: int) -> list[int | None]:
+    """The last layer of each period looks at everything, unless the file says which do."""
+    key = "attention.sliding_window_pattern"
+    pattern = metadata.value(key)
+    if isinstance(pattern, list):
+        if len(pattern) != metadata.num_layers or not all(isinstance(each, bool) for each in pattern):
+            raise metadata.error(key, f"a number, or {metadata.num_layers} of true and false")
+        return [window if has_window else None for has_window in pattern]
+    period = metadata.whole(key, period)
     return [window if (i + 1) % period else None for i in range(metadata.num_layers)]
 
 

@@ -215,6 +215,26 @@ def test_gguf_gives_the_logits_of_the_folder(variant: str, tmp_path: Path) -> No
     assert open_checkpoint(str(file)).context_length == open_checkpoint(str(folder)).context_length
 
 
+@pytest.mark.parametrize("pattern", [3, [True, True, False, True, True, False, True]])
+def test_ggufs_may_say_which_layers_have_a_window(pattern: int | list[bool], tmp_path: Path) -> None:
+    folder = make_variant(tmp_path / "folder", "gemma3")
+    file = convert(folder, tmp_path / "model.gguf", gemma3__attention__sliding_window_pattern=pattern)
+    windows = [layer.window for layer in open_checkpoint(str(file)).config.layers]
+    assert windows == [9, 9, None, 9, 9, None, 9]
+    file = convert(folder, tmp_path / "model.gguf", gemma3__attention__sliding_window=None)
+    assert {layer.window for layer in open_checkpoint(str(file)).config.layers} == {None}
+
+
+@pytest.mark.parametrize("pattern", [[True], [1, 0, 1, 0, 1, 0, 1]])
+def test_a_pattern_of_windows_without_sense_is_named(pattern: list, tmp_path: Path) -> None:
+    folder = make_variant(tmp_path / "folder", "gemma3")
+    file = convert(folder, tmp_path / "model.gguf", gemma3__attention__sliding_window_pattern=pattern)
+    with pytest.raises(
+        ValueError, match=r"'gemma3\.attention\.sliding_window_pattern' is .*; supported is a number, or 7"
+    ):
+        open_checkpoint(str(file))
+
+
 @pytest.mark.parametrize(("variant", "layers"), [("gemma2", 46), ("gemma3", 62)])
 def test_ggufs_of_gemmas_27b_scale_scores_by_hidden_size_over_heads(variant: str, layers: int, tmp_path: Path) -> None:
     sizes = {"hidden_size": 12, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 8}
