@@ -57,8 +57,9 @@ class Detokenizer:
     def _begin_after(self, prompt_ids: Sequence[int]) -> None:
         """The window is the prompt's end, from a place between two characters, and all of it is given out."""
         tail = [token_id for token_id in prompt_ids[-_FORCE:] if self._has_text(token_id)]
-        starts = [tail[count:] for count in range(_MAX_OPEN + 1)]
-        self._window = min(starts, key=lambda window: self._decode(window).count(_BROKEN))
+        # Never none of it: a window that is empty is the beginning of a text.
+        starts = [tail[count:] for count in range(min(_MAX_OPEN + 1, len(tail)))]
+        self._window = min(starts, key=lambda window: self._decode(window).count(_BROKEN), default=[])
         text = self._decode(self._window)
         self._given = len(text)
         self._slide(text)

@@ -210,6 +210,7 @@ parts = st.lists(st.one_of(valid_runs, word_ids, word_ids, silent_ids), max_size
 @given(parts, parts, cut_sizes)
 @example([[BYTE_0 + byte for byte in "中".encode()]] * 20, [[BYTE_0 + byte for byte in "中".encode()]] * 20, [1])
 @example([[BYTE_0 + byte for byte in "👍".encode()]] * 20, [[BYTE_0 + byte for byte in "é".encode()]] * 9, [4])
+@example([[WORD_0 + WORDS.index("\ufffd")]], [[WORD_0]], [1])
 @settings(max_examples=100, deadline=None)
 def test_pieces_join_to_what_decoding_adds_to_the_prompt(name, prompt_parts, parts, sizes):
     tokenizer = SENTENCEPIECE[name]
