@@ -133,7 +133,8 @@ class TransformerDecoder:
     def allocate_kv(self, num_tokens: int) -> list[torch.Tensor]:
         """Per layer float32 [num_tokens + 1, 2, K, D]: a token's keys, then its values; one gather reads both."""
         shape = (num_tokens + 1, 2, self.config.num_kv_heads, self.config.head_dim)
-        return [torch.zeros(shape) for _ in self.layers]
+        # Not zeros: pages that no token has been written to yet cost no memory.
+        return [torch.empty(shape) for _ in self.layers]
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: list[torch.Tensor]) -> torch.Tensor:
