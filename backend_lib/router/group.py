@@ -76,6 +76,11 @@ class Group:
         with self._lock:
             return [stream for _, _, stream in self._queue if not stream.released] + list(self._posted.values())
 
+    @property
+    def num_streams(self) -> int:
+        """How many wait or have been posted."""
+        return len(self.streams())
+
     def came_up(self) -> None:
         """A worker is ready: it is given what the one before it had, in the same order, and then what waits."""
         with self._lock:
@@ -123,6 +128,7 @@ class Group:
         published = self._slots.published(stream.slot, stream.generation)
         stream.seen_at_start = published.output_len if published else 0
         stream.started_before = self._started_ns(stream)
+        stream.first_started = stream.first_started or stream.started_before
         stream.last_command = self._post(CommandKind.ADMIT, stream)
 
     def _started_ns(self, stream: Stream) -> int:

@@ -8,6 +8,7 @@ import os
 import select
 import sys
 import threading
+import time
 from functools import partial
 from typing import Any
 
@@ -15,8 +16,11 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from backend_lib.config import Settings
+from backend_lib.router.finished import refused
+from backend_lib.router.metrics_pusher import Pusher
 from backend_lib.router.reply import ErrorKind, Reply
 from backend_lib.router.router import Inbound, Router
+from backend_lib.router.triton_registry import TritonRegistry
 
 log = logging.getLogger("tandem")
 
@@ -57,7 +61,7 @@ class TritonPythonModel:
         return config
 
     def initialize(self, args: dict[str, str]) -> None:
-        logging.basicConfig(level=logging.INFO, format="tandem router: %(message)s", stream=sys.stderr)
+        _set_up_logging()
         threading.Thread(target=_end_with_triton, args=(os.pidfd_open(os.getppid()),), daemon=True).start()
         config = json.loads(args["model_config"])
         try:
@@ -67,6 +71,7 @@ class TritonPythonModel:
             self._router = Router(Settings.from_parameters(parameters), is_serving=is_serving)
         except (ValueError, RuntimeError, OSError) as error:
             raise pb_utils.TritonModelException(str(error)) from error
+        self._pusher = _start_metrics(self._router, args["model_name"], args["model_version"])
 
     def execute(self, requests: list[Any]) -> None:
         """Decoupled: every answer goes through a request's sender, so there is nothing to return."""
@@ -76,11 +81,14 @@ class TritonPythonModel:
                 inbound = _inbound(request, sender)
             except Exception as error:  # whatever Triton cannot decode: this request's fault, not the batch's
                 sender.fail(ErrorKind.INVALID_ARG, f"the request cannot be read: {error}")
+                refused(self._router.metrics, "", "invalid", ErrorKind.INVALID_ARG)
             else:
                 self._router.submit(inbound)
 
     def finalize(self) -> None:
         self._router.close()
+        if self._pusher:
+            self._pusher.close()
 
 
 class TritonSender:
@@ -117,6 +125,25 @@ class TritonSender:
             self._sender.send(response, flags=self._final)
 
 
+def _set_up_logging() -> None:
+    """To stderr, which is Triton's log. A request's line is JSON and nothing else, for programs that read the log."""
+    logging.basicConfig(level=logging.INFO, format="tandem router: %(message)s", stream=sys.stderr)
+    requests = logging.getLogger("tandem.request")
+    requests.propagate = False
+    requests.handlers = [logging.StreamHandler(sys.stderr)]
+
+
+def _start_metrics(router: Router, model: str, version: str) -> Pusher | None:
+    """None when the server runs without metrics."""
+    pusher = Pusher(router.metrics, router.worker_counts, TritonRegistry(model, version))
+    try:
+        pusher.start()
+    except pb_utils.TritonModelException as error:
+        log.info("no metrics: %s", error)
+        return None
+    return pusher
+
+
 def _end_with_triton(pidfd: int) -> None:
     """End this process, and by that the workers, when tritonserver is dead.
 
@@ -149,6 +176,7 @@ def _inbound(request: Any, sender: TritonSender) -> Inbound:
         request_id=request.request_id() or str(parameters.get("id", "")),
         timeout_us=request.timeout(),
         sender=sender,
+        arrival_ns=time.time_ns(),
     )
 
 

@@ -17,8 +17,11 @@ from backend_lib.arena import Arena, ArenaSpec, ExtentAllocator
 from backend_lib.checkpoint import Checkpoint, open_checkpoint
 from backend_lib.config import Settings
 from backend_lib.request import FinishReason, GenerationRequest
+from backend_lib.router import finished
 from backend_lib.router.contract import RequestError, checkpoint_defaults, parse_request
 from backend_lib.router.group import MAX_DEATHS, Group
+from backend_lib.router.metrics import GENERATION_TOKENS, PREFIX_HITS, PROMPT_TOKENS, RESTARTS, Metrics
+from backend_lib.router.metrics_pusher import Look, WorkerCounts
 from backend_lib.router.reply import UNLOADING, ErrorKind, Sender, Verdict
 from backend_lib.router.reply_pool import ReplyPool
 from backend_lib.router.slot_pool import SlotPool
@@ -38,13 +41,17 @@ PARAMS_BYTES = 4096  # of a typical slot's parameter blob, for the size of the h
 
 
 class Inbound(NamedTuple):
-    """A request as it came: tensors by input name, request parameters, and who waits for the answer."""
+    """A request as it came: tensors by input name, request parameters, and who waits for the answer.
+
+    `arrival_ns` is in `time.time_ns()`; 0 is the moment at which its slot is written.
+    """
 
     tensors: Mapping[str, np.ndarray]
     parameters: Mapping[str, Any]
     request_id: str
     timeout_us: int
     sender: Sender
+    arrival_ns: int = 0
 
 
 class ArenaFull(RuntimeError):
@@ -84,6 +91,8 @@ class Router:
         self._group = Group(self._arena, 0, max_running=settings.max_running, on_released=self._maybe_retire)
         self._streams: dict[int, Stream] = {}  # by slot; from the slot's writing to its retirement
         self._closing = False
+        self.metrics = Metrics()
+        self.worker_counts = WorkerCounts(self.metrics, self._look)
         self._supervisor = Supervisor(self._arena, self._group, on_up=self._group.came_up, on_down=self._worker_died)
         kv_tokens = self._supervisor.start()
         self._max_len = min(self._max_model_len, kv_tokens)
@@ -103,6 +112,8 @@ class Router:
         taken = None if self._closing else self._pool.acquire()
         if taken is None:
             inbound.sender.fail(ErrorKind.UNAVAILABLE, self._refusal())
+            reason = "unloading" if self._closing else "queue_full"
+            finished.refused(self.metrics, inbound.request_id, reason, ErrorKind.UNAVAILABLE)
             return
         self._intake.submit(self._take, inbound, *taken)
 
@@ -127,15 +138,19 @@ class Router:
             stream = self._prepare(inbound, slot, generation)
         except RequestError as error:
             self._refuse(inbound, slot, ErrorKind.INVALID_ARG, str(error))
+            finished.refused(self.metrics, inbound.request_id, "invalid", ErrorKind.INVALID_ARG)
         except ArenaFull as error:
             self._refuse(inbound, slot, ErrorKind.UNAVAILABLE, str(error))
+            finished.refused(self.metrics, inbound.request_id, "arena_full", ErrorKind.UNAVAILABLE)
         except Exception as error:
             log.exception("a request could not be prepared")
             self._refuse(inbound, slot, ErrorKind.INTERNAL, f"{type(error).__name__}: {error}")
+            finished.failed(self.metrics, inbound.request_id)
         else:
             self._streams[slot] = stream
             self._watcher.add(stream)  # first: a stream that has been submitted may be over before the next line
             self._group.submit(stream)
+            self.metrics.touch()
 
     def _refuse(self, inbound: Inbound, slot: int, kind: ErrorKind, message: str) -> None:
         self._pool.retire(slot, self._group.ring, 0)
@@ -152,7 +167,8 @@ class Router:
         sampling = request.sampling
         text = TextStream(self._checkpoint.tokenizer, sampling.stop, sampling.min_tokens, prompt_ids=prompt_ids)
         stream.begin(text, len(prompt_ids))
-        stream.extent = self._write_slot(request, slot, generation, prompt_ids, max_tokens)
+        arrival_ns = inbound.arrival_ns or time.time_ns()
+        stream.extent = self._write_slot(request, slot, generation, prompt_ids, max_tokens, arrival_ns)
         return stream
 
     def _max_tokens(self, request: GenerationRequest, prompt_len: int) -> int:
@@ -168,8 +184,9 @@ class Router:
         return min(asked, self._max_len - prompt_len)
 
     def _write_slot(
-        self, request: GenerationRequest, slot: int, generation: int, prompt_ids: list[int], max_tokens: int
-    ) -> int:
+        self, request: GenerationRequest, slot: int, generation: int, prompt_ids: list[int], max_tokens: int,
+        arrival_ns: int,
+    ) -> int:  # fmt: skip
         """Fill the slot and a new extent; the extent's offset. Raises ArenaFull."""
         sampling = request.sampling
         blob = json.dumps({"stop_token_ids": sampling.stop_token_ids}).encode()
@@ -184,7 +201,7 @@ class Router:
             slot,
             {
                 "generation": generation,
-                "arrival_ns": time.time_ns(),
+                "arrival_ns": arrival_ns,
                 "seed": secrets.randbits(64) if sampling.seed is None else sampling.seed,
                 "temperature": sampling.temperature,
                 "top_p": sampling.top_p,
@@ -236,13 +253,26 @@ class Router:
     # Reply threads, and whoever ends a stream.
 
     def _answer(self, stream: Stream) -> None:
+        before = stream.num_output_tokens
         try:
             stream.advance(self._arena.slots, self._group.abort)
         except Exception as error:
             log.exception("a reply could not be made")
             if stream.decide(Verdict(FinishReason.ERROR, ErrorKind.INTERNAL, f"{type(error).__name__}: {error}")):
                 self._end(stream)
+        self._account(stream, stream.num_output_tokens - before, is_first=not before)
         self._maybe_retire(stream)
+
+    def _account(self, stream: Stream, num_tokens: int, *, is_first: bool) -> None:
+        """Count what a reply thread has just brought to a stream."""
+        self.metrics.count(GENERATION_TOKENS, num_tokens)
+        if num_tokens and is_first:
+            self.metrics.count(PROMPT_TOKENS, stream.num_input_tokens)
+            self.metrics.count(PREFIX_HITS, stream.cached_tokens)
+        if stream.finished:
+            stream.finished.add_to(self.metrics)
+            stream.finished.log()
+            stream.finished = None
 
     def _end(self, stream: Stream) -> None:
         """The stream has a verdict: stop computing it and tell the client."""
@@ -263,7 +293,11 @@ class Router:
     def _worker_died(self, words: str) -> None:
         """No worker is alive: what it had published is still sent, and the next one goes on from there."""
         log.error("%s; starting another", words)
-        for stream in self._group.went_down():
+        self.metrics.count(RESTARTS)
+        self.worker_counts.take()  # before they are cleared
+        gone = self._group.went_down()
+        self.worker_counts.take()
+        for stream in gone:
             blame = f"the worker died {MAX_DEATHS} times while it computed this request"
             if stream.deaths >= MAX_DEATHS:
                 stream.decide(Verdict(FinishReason.ERROR, ErrorKind.INTERNAL, blame))
@@ -271,6 +305,10 @@ class Router:
         if self._supervisor.failed_starts >= MAX_FAILED_STARTS:
             self._end_all(Verdict(FinishReason.ERROR, ErrorKind.UNAVAILABLE, f"the model cannot be loaded: {words}"))
         self._rescan()
+
+    def _look(self) -> Look:
+        status = self._arena.status(self._group.index, 0)
+        return Look(status.load, status.heartbeat_ns, status.kv_tokens, self._group.num_streams)
 
     def _end_all(self, verdict: Verdict) -> None:
         for stream in list(self._streams.values()):

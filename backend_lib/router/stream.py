@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from backend_lib.arena import Published, SlotTable
 from backend_lib.request import FinishReason, GenerationRequest
+from backend_lib.router.finished import Finished, Times
 from backend_lib.router.reply import ErrorKind, Reply, Sender, Verdict
 from backend_lib.router.text import TextStream
 
@@ -37,12 +38,16 @@ class Stream:
         self.deaths = 0
         self.seen_at_start = 0  # output_len when the present worker was given the sequence
         self.started_before = 0  # and when a worker had last begun it
+        self.first_started = 0  # when the first worker had begun it, once it or its first token has been seen
         # Shared.
         self.lock = threading.Lock()
         self.verdict: Verdict | None = None
         self.answered = False
         self.retired = False
         # Owned by the reply thread that holds the stream.
+        self.cached_tokens = 0  # of the prompt, found when it was first computed
+        self.num_output_tokens = 0  # those that count
+        self.finished: Finished | None = None  # when it has ended, for whoever writes that down
         self._text: TextStream | None = None
         self._consumed = 0
         self._pending = ""
@@ -78,6 +83,7 @@ class Stream:
         if self.answered:
             return
         if self.verdict and self.verdict.error:
+            self._finish(slots, self.verdict.finish, self.verdict.error)
             self.fail(self.verdict.error, self.verdict.words)
             return
         published = slots.published(self.slot, self.generation)
@@ -86,6 +92,8 @@ class Stream:
         finish = self._consume(slots, published)
         if finish is FinishReason.STOP_STRING and self.decide(Verdict(finish)):
             on_stop(self)
+        if finish:
+            self._finish(slots, finish, ErrorKind.INTERNAL if finish is FinishReason.ERROR else None)
         if finish is FinishReason.ERROR:
             self.fail(ErrorKind.INTERNAL, slots.headers["error"][self.slot].decode(errors="replace"))
         elif finish:
@@ -98,15 +106,42 @@ class Stream:
         """Decode the new tokens. The token that ended the sequence counts, but is not text."""
         assert self._text is not None
         token_ids = slots.output_ids(self.slot)[self._consumed : published.output_len].tolist()
+        if token_ids and not self._consumed:
+            self._keep_start(slots)
         self._consumed = published.output_len
         silent = 1 if token_ids and published.finish in _ENDED_BY_TOKEN else 0
         delta = self._text.push(token_ids[: len(token_ids) - silent])
         self._pending += delta.text
-        self._pending_tokens += delta.num_tokens
+        self._count(delta.num_tokens)
         if delta.stopped:
             return FinishReason.STOP_STRING
-        self._pending_tokens += silent
+        self._count(silent)
         return published.finish
+
+    def _keep_start(self, slots: SlotTable) -> None:
+        """What the worker writes anew when it gives the sequence a row again."""
+        header = slots.headers[self.slot]
+        self.first_started = self.first_started or int(header["first_scheduled_ns"])
+        self.cached_tokens = int(header["cached_tokens"])
+
+    def _count(self, num_tokens: int) -> None:
+        self._pending_tokens += num_tokens
+        self.num_output_tokens += num_tokens
+
+    def _finish(self, slots: SlotTable, finish: FinishReason, error: ErrorKind | None) -> None:
+        """Keep what the slot says: once `answered`, the slot may be another's."""
+        header, now = slots.headers[self.slot], time.time_ns()
+        times = Times(
+            arrival=int(header["arrival_ns"]),
+            scheduled=self.first_started or int(header["first_scheduled_ns"]),
+            first_token=int(header["first_token_ns"]),
+            last_token=int(header["last_token_ns"]) or now,  # the worker stamps the ends that it finds itself
+            end=now,
+        )
+        self.finished = Finished(
+            self.request.request_id, finish, error, self.num_input_tokens, self.cached_tokens, self.num_output_tokens,
+            times,
+        )  # fmt: skip
 
     def _ready_to_send(self) -> bool:
         output = self.request.output

@@ -1,0 +1,182 @@
+"""Brings the metrics to where Triton shows them: one thread, at most once a second, and only what has changed."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+from backend_lib.arena import Load
+from backend_lib.router.metrics import (
+    FAMILIES,
+    KV_TOKENS,
+    PAUSED,
+    PAUSES,
+    PREFIX_HITS,
+    RECOMPUTED,
+    RUNNING,
+    STEP_SECONDS,
+    TRT_KV,
+    WAITING,
+    Family,
+    Kind,
+    Metrics,
+    Series,
+)
+
+log = logging.getLogger("tandem")
+
+PERIOD = 1.0  # seconds between two pushes
+# Of a period, for observations: each takes about 80 us of the one Triton thread that also answers `is_cancelled`.
+OBSERVING_SECONDS = 0.2
+
+
+class Look(NamedTuple):
+    """The worker and the router at one moment. `num_streams`: all that wait, run or pause."""
+
+    load: Load
+    heartbeat_ns: int
+    kv_tokens: int
+    num_streams: int
+
+
+class Registry(Protocol):
+    """Where metrics are shown. Each call may be slow, and raises when metrics are not to be had."""
+
+    def add(self, family: Family) -> None: ...
+
+    def increment(self, series: Series, by: float) -> None: ...
+
+    def set(self, series: Series, number: float) -> None: ...
+
+    def observe(self, series: Series, number: float) -> None: ...
+
+    def close(self) -> None:
+        """Give back everything that was added."""
+
+
+class WorkerCounts:
+    """Turns what a worker says of itself into metrics. Its counts begin at 0 with each worker: whoever clears them
+    looks before and after.
+    """
+
+    def __init__(self, metrics: Metrics, look: Callable[[], Look]) -> None:
+        self._metrics = metrics
+        self._look = look
+        self._lock = threading.Lock()  # around the look too: of two looks the later one must be taken last
+        self._last: Look | None = None
+
+    def take(self) -> Look:
+        with self._lock:
+            last, self._last = self._last, (look := self._look())
+            self._gauges(look)
+            for family, name in ((PAUSES, "pauses"), (RECOMPUTED, "recomputed")):
+                now, before = getattr(look.load, name, 0), getattr(last.load, name, 0) if last else 0
+                self._metrics.count(family, now - before if now >= before else now)
+            if last:
+                self._step(last, look)
+        return look
+
+    def _gauges(self, look: Look) -> None:
+        load, total = look.load, look.kv_tokens
+        free = max(0, total - load.kv_used - load.cached)
+        self._metrics.set(RUNNING, load.running)
+        self._metrics.set(PAUSED, load.paused)
+        self._metrics.set(WAITING, max(0, look.num_streams - load.running - load.paused))
+        for state, tokens in (("used", load.kv_used), ("cached", load.cached), ("free", free)):
+            self._metrics.set(KV_TOKENS, tokens, state)
+        # Cached prefixes are free in this family: they are there for whoever comes next.
+        for name, number in (
+            ("max", total), ("used", load.kv_used), ("free", total - load.kv_used), ("tokens_per", 1),
+            ("reused", self._metrics.get(PREFIX_HITS)), ("fraction", load.kv_used / total if total else 0),
+        ):  # fmt: skip
+            self._metrics.set(TRT_KV, number, name)
+
+    def _step(self, last: Look, look: Look) -> None:
+        """The mean step since the last look. Only the step count is known, so a second in which the worker may have
+        slept says nothing."""
+        steps = look.load.step - last.load.step
+        if steps > 0 and last.load.running and look.load.running:
+            self._metrics.observe(STEP_SECONDS, (look.heartbeat_ns - last.heartbeat_ns) / 1e9 / steps)
+
+
+class Pusher:
+    """Owns the registry. When that fails the router works on without metrics."""
+
+    def __init__(self, metrics: Metrics, counts: WorkerCounts, registry: Registry) -> None:
+        self._metrics = metrics
+        self._counts = counts
+        self._registry = registry
+        self._pushed: dict[Series, float] = {}
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="tandem-metrics", daemon=True)
+
+    def start(self) -> None:
+        """Show every metric at its present value. Raises what the registry raises; then nothing is left in it."""
+        try:
+            for family in FAMILIES:
+                self._registry.add(family)
+            self.push()
+        except BaseException:
+            self._registry.close()
+            raise
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closing.set()
+        self._metrics.touch()
+        self._thread.join()
+        self._registry.close()
+
+    def push(self) -> bool:
+        """Write what has changed. False: nothing had and nothing runs, so the next change is one that will be told."""
+        look = self._counts.take()
+        values = self._metrics.snapshot()
+        shown = [(family, value) for family in FAMILIES if family.kind is not Kind.HISTOGRAM for value in family.values]
+        num_changed = sum(self._write(family, value, values) for family, value in shown)
+        return self._observe() or num_changed > 0 or look.num_streams > 0
+
+    def _write(self, family: Family, value: str, values: dict[Series, float]) -> bool:
+        series, number = Series(family.name, value), values[Series(family.source.name, value)]
+        before = self._pushed.get(series)
+        if number == before:
+            return False
+        if family.kind is Kind.COUNTER:
+            self._registry.increment(series, number - (before or 0))
+        else:
+            self._registry.set(series, number)
+        self._pushed[series] = number
+        return True
+
+    def _forget_gauges(self) -> None:
+        """Write them all next time: while a model is reloaded in place, Triton lets the old and the new one write to
+        the same gauges, and the old one may have had the last word.
+        """
+        for family in FAMILIES:
+            for value in family.values if family.kind is Kind.GAUGE else ():
+                self._pushed.pop(Series(family.name, value), None)
+
+    def _observe(self) -> bool:
+        """Write observations, as many as there is time for; whether there were any."""
+        deadline, wrote = time.monotonic() + OBSERVING_SECONDS, False
+        while time.monotonic() < deadline and (observation := self._metrics.next_observation()):
+            source, number = observation
+            for family in FAMILIES:
+                if family.source is source:
+                    self._registry.observe(Series(family.name), number)
+            wrote = True
+        return wrote
+
+    def _run(self) -> None:
+        restless = False
+        try:
+            while not self._closing.is_set():
+                self._metrics.wait(0 if restless else None)
+                if not restless:
+                    self._forget_gauges()
+                restless = self.push()
+                self._closing.wait(PERIOD)
+        except Exception:
+            log.exception("metrics are no longer pushed")
