@@ -41,7 +41,7 @@ class SamplingParams:
     """How the next token is chosen and when the sequence ends.
 
     `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 keep the whole vocabulary. `max_tokens` None means the
-    server's default. `seed` None means that the router draws one.
+    server's default. `seed` None means that the router draws one. `n` sequences are drawn from one prompt.
     """
 
     max_tokens: int | None = None
@@ -51,6 +51,7 @@ class SamplingParams:
     top_p: float = 1.0
     seed: int | None = None
     ignore_eos: bool = False
+    n: int = 1
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
 
@@ -64,16 +65,21 @@ class OutputOptions:
     finish_reason: bool = False
     num_input_tokens: bool = False
     num_output_tokens: bool = False
+    num_cached_tokens: bool = False
     stream_interval: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationRequest:
-    """One client request, parsed and validated. `timeout_us` 0 means no deadline."""
+    """One client request, parsed and validated. `timeout_us` 0 means no deadline; a higher `priority` goes first.
+
+    `disable_prompt_cache`: neither read the prefix cache nor leave anything in it.
+    """
 
     request_id: str
     text: str
     sampling: SamplingParams = field(default_factory=SamplingParams)
     output: OutputOptions = field(default_factory=OutputOptions)
     priority: int = 0
+    disable_prompt_cache: bool = False
     timeout_us: int = 0

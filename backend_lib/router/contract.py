@@ -64,6 +64,7 @@ def parse_request(
         text=text,
         sampling=_sampling(values, vocab_size),
         output=_output(values, settings),
+        **_attributes(values, GenerationRequest),
         timeout_us=timeout_us or _parse(TIMEOUT, parameters.get(TIMEOUT.name, 0), vocab_size),
     )
 

@@ -13,10 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from backend_lib.request import OutputOptions, SamplingParams
+from backend_lib.request import GenerationRequest, OutputOptions, SamplingParams
 
 INT32_MAX = (1 << 31) - 1
 MAX_LIST = 64
+MAX_N = 64
 MAX_STOP_CHARS = 1024
 
 # Longer than any number that fits a field, shorter than what Python refuses to convert.
@@ -190,6 +191,10 @@ def _output(name: str, kind: Callable[[Any], Any], attribute: str, **more: Any) 
     return Field(name=name, kind=kind, noun=OutputOptions, attribute=attribute, **more)
 
 
+def _request(name: str, kind: Callable[[Any], Any], attribute: str, **more: Any) -> Field:
+    return Field(name=name, kind=kind, noun=GenerationRequest, attribute=attribute, **more)
+
+
 def _only(name: str, kind: Callable[[Any], Any], value: float) -> Field:
     """A field that clients send at the value which leaves it off, as Triton's OpenAI frontend does."""
     return Field(name=name, kind=kind, low=value, high=value)
@@ -203,15 +208,18 @@ _TABLE = (
     _sampling("top_p", _number, 0, 1, above=True, help="draw from the fewest tokens that hold this probability"),
     _sampling("seed", _integer, -(1 << 63), (1 << 64) - 1, help="repeats a draw; -1 is none, other negatives wrap"),
     _sampling("ignore_eos", _truth, help="go on after the end-of-sequence token"),
+    _sampling("n", _integer, 1, MAX_N, help="sequences to draw from the prompt, which is computed once"),
     _sampling("stop", _strings, 1, MAX_STOP_CHARS, help="texts that end the output, which does not contain them"),
     _sampling("stop_token_ids", _integers, 0, None, help="token ids that end the output"),
     _output("stream", _truth, "stream", help="one response per step instead of one in all"),
     _output("return_finish_reason", _truth, "finish_reason", help="send the output finish_reason"),
     _output("return_num_input_tokens", _truth, "num_input_tokens", help="send the output num_input_tokens"),
     _output("return_num_output_tokens", _truth, "num_output_tokens", help="send the output num_output_tokens"),
+    _output("return_num_cached_tokens", _truth, "num_cached_tokens", help="send the output num_cached_tokens"),
     _output("stream_interval", _integer, "stream_interval", low=1, high=INT32_MAX, help="tokens per response at least"),
+    _request("request_priority", _integer, "priority", low=-INT32_MAX, high=INT32_MAX, help="higher goes first"),
+    _request("disable_prompt_cache", _truth, "disable_prompt_cache", help="do not read or fill the prefix cache"),
     Field(name="exclude_input_in_output", kind=_truth, help="leave the prompt out; without streaming it comes first"),
-    _only("n", _integer, 1),
     _only("best_of", _integer, 1),
     _only("min_p", _number, 0),
     _only("presence_penalty", _number, 0),

@@ -17,9 +17,10 @@ import triton_python_backend_utils as pb_utils
 
 from backend_lib.config import Settings
 from backend_lib.router.finished import refused
+from backend_lib.router.intake import Inbound
 from backend_lib.router.metrics_pusher import Pusher
 from backend_lib.router.reply import ErrorKind, Reply
-from backend_lib.router.router import Inbound, Router
+from backend_lib.router.router import Router
 from backend_lib.router.triton_registry import TritonRegistry
 
 log = logging.getLogger("tandem")
@@ -33,12 +34,15 @@ INPUTS = (
     {"name": "return_finish_reason", "data_type": "TYPE_BOOL", "dims": [1], "optional": True},
     {"name": "return_num_input_tokens", "data_type": "TYPE_BOOL", "dims": [1], "optional": True},
     {"name": "return_num_output_tokens", "data_type": "TYPE_BOOL", "dims": [1], "optional": True},
+    {"name": "return_num_cached_tokens", "data_type": "TYPE_BOOL", "dims": [1], "optional": True},
 )
 OUTPUTS = (
     {"name": "text_output", "data_type": "TYPE_STRING", "dims": [-1]},
     {"name": "finish_reason", "data_type": "TYPE_STRING", "dims": [-1]},
     {"name": "num_input_tokens", "data_type": "TYPE_UINT32", "dims": [1]},
     {"name": "num_output_tokens", "data_type": "TYPE_UINT32", "dims": [-1]},
+    {"name": "num_cached_tokens", "data_type": "TYPE_UINT32", "dims": [1]},
+    {"name": "sequence_index", "data_type": "TYPE_UINT32", "dims": [-1]},
 )
 
 
@@ -105,11 +109,10 @@ class TritonSender:
         self._is_over = False
 
     def send(self, reply: Reply) -> None:
-        response = pb_utils.InferenceResponse(_tensors(reply))
-        if reply.finish:
-            self._end(response)
-        else:
-            self._sender.send(response)
+        self._respond(_tensors([reply]), final=bool(reply.finish))
+
+    def send_siblings(self, replies: list[Reply], news: list[int], *, final: bool) -> None:
+        self._respond([*_tensors(replies), _uint32("sequence_index", news)], final=final)
 
     def fail(self, kind: ErrorKind, message: str) -> None:
         error = pb_utils.TritonError(message, getattr(pb_utils.TritonError, kind.value))
@@ -118,6 +121,13 @@ class TritonSender:
     def is_cancelled(self) -> bool:
         with self._lock:
             return not self._is_over and self._sender.is_cancelled()
+
+    def _respond(self, tensors: list[Any], *, final: bool) -> None:
+        response = pb_utils.InferenceResponse(tensors)
+        if final:
+            self._end(response)
+        else:
+            self._sender.send(response)
 
     def _end(self, response: Any) -> None:
         with self._lock:
@@ -180,16 +190,27 @@ def _inbound(request: Any, sender: TritonSender) -> Inbound:
     )
 
 
-def _tensors(reply: Reply) -> list[Any]:
-    """The response's outputs. Those that only some clients want are there when they asked for them."""
-    tensors = [pb_utils.Tensor("text_output", np.array([reply.text.encode()], dtype=np.object_))]
-    if reply.output.finish_reason:
-        tensors.append(pb_utils.Tensor("finish_reason", np.array([reply.finish.text.encode()], dtype=np.object_)))
-    if reply.output.num_input_tokens:
-        tensors.append(pb_utils.Tensor("num_input_tokens", np.array([reply.num_input_tokens], dtype=np.uint32)))
-    if reply.output.num_output_tokens:
-        tensors.append(pb_utils.Tensor("num_output_tokens", np.array([reply.num_tokens], dtype=np.uint32)))
+def _tensors(replies: list[Reply]) -> list[Any]:
+    """The response's outputs, an element per sequence. Some are there only when the client asked for them."""
+    output, any_reply = replies[0].output, replies[0]
+    tensors = [_strings("text_output", [reply.text for reply in replies])]
+    if output.finish_reason:
+        tensors.append(_strings("finish_reason", [reply.finish.text for reply in replies]))
+    if output.num_input_tokens:
+        tensors.append(_uint32("num_input_tokens", [any_reply.num_input_tokens]))
+    if output.num_output_tokens:
+        tensors.append(_uint32("num_output_tokens", [reply.num_tokens for reply in replies]))
+    if output.num_cached_tokens:
+        tensors.append(_uint32("num_cached_tokens", [any_reply.num_cached_tokens]))
     return tensors
+
+
+def _strings(name: str, values: list[str]) -> Any:
+    return pb_utils.Tensor(name, np.array([value.encode() for value in values], dtype=np.object_))
+
+
+def _uint32(name: str, values: list[int]) -> Any:
+    return pb_utils.Tensor(name, np.array(values, dtype=np.uint32))
 
 
 def _check_instances(config: dict[str, Any]) -> None:

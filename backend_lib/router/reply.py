@@ -25,6 +25,7 @@ class Reply(NamedTuple):
     finish: FinishReason
     num_input_tokens: int
     output: OutputOptions
+    num_cached_tokens: int = 0
 
 
 class Verdict(NamedTuple):
@@ -39,13 +40,20 @@ UNLOADING = Verdict(FinishReason.CANCELLED, ErrorKind.UNAVAILABLE, "the model is
 
 
 class Sender(Protocol):
-    """A client that waits for responses. After a final one no other may be sent."""
+    """One that waits for replies. After the last one no other may be sent."""
 
     def send(self, reply: Reply) -> None:
-        """Send a response; the last one says so itself."""
+        """Send a reply; the last one says so itself."""
 
     def fail(self, kind: ErrorKind, message: str) -> None:
-        """Send an error as the last response."""
+        """Send an error as the last reply."""
 
     def is_cancelled(self) -> bool:
         """Whether the client has gone or called it off. May be slow."""
+
+
+class Client(Sender, Protocol):
+    """The sender of a whole request."""
+
+    def send_siblings(self, replies: list[Reply], news: list[int], *, final: bool) -> None:
+        """Send a response for n sequences: a reply of each, and the indices of those that have something new."""

@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import secrets
 import threading
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
 
-import numpy as np
-
-from backend_lib.arena import Arena, ArenaSpec, ExtentAllocator
+from backend_lib.arena import Arena, ArenaSpec, SlotRef
 from backend_lib.checkpoint import Checkpoint, open_checkpoint
 from backend_lib.config import Settings
-from backend_lib.request import FinishReason, GenerationRequest
+from backend_lib.request import FinishReason
 from backend_lib.router import finished
-from backend_lib.router.contract import RequestError, checkpoint_defaults, parse_request
+from backend_lib.router.contract import RequestError
 from backend_lib.router.group import MAX_DEATHS, Group
+from backend_lib.router.intake import Inbound, Intake, NoRoom
 from backend_lib.router.metrics import GENERATION_TOKENS, PREFIX_HITS, PROMPT_TOKENS, RESTARTS, Metrics
 from backend_lib.router.metrics_pusher import Look, WorkerCounts
-from backend_lib.router.reply import UNLOADING, ErrorKind, Sender, Verdict
+from backend_lib.router.reply import UNLOADING, ErrorKind, Verdict
 from backend_lib.router.reply_pool import ReplyPool
 from backend_lib.router.slot_pool import SlotPool
 from backend_lib.router.stream import Stream
 from backend_lib.router.supervisor import Supervisor
-from backend_lib.router.text import TextStream
 from backend_lib.router.watcher import Watcher
 
 log = logging.getLogger("tandem")
@@ -38,24 +32,6 @@ RING_RECORDS = 4096
 MAX_HEAP_BYTES = 1 << 31
 MAX_FAILED_STARTS = 5  # in a row, over some 15 seconds; then those who wait for the worker are told
 PARAMS_BYTES = 4096  # of a typical slot's parameter blob, for the size of the heap
-
-
-class Inbound(NamedTuple):
-    """A request as it came: tensors by input name, request parameters, and who waits for the answer.
-
-    `arrival_ns` is in `time.time_ns()`; 0 is the moment at which its slot is written.
-    """
-
-    tensors: Mapping[str, np.ndarray]
-    parameters: Mapping[str, Any]
-    request_id: str
-    timeout_us: int
-    sender: Sender
-    arrival_ns: int = 0
-
-
-class ArenaFull(RuntimeError):
-    """The heap has no room for a request's tokens."""
 
 
 class Router:
@@ -76,26 +52,23 @@ class Router:
         """
         self._settings = settings
         self._checkpoint = open_checkpoint(settings.model)
-        self._defaults = checkpoint_defaults(self._checkpoint)
-        self._default_max_tokens = min(
-            settings.default_max_tokens, self._checkpoint.sampling.max_tokens or settings.default_max_tokens
-        )
         self._max_model_len = _max_model_len(settings, self._checkpoint)
         self._arena = Arena.create(
             spec := _arena_spec(settings, self._max_model_len),
             {"settings": settings.as_dict(), "max_model_len": self._max_model_len},
         )
         self._pool = SlotPool(spec.num_slots)
-        self._extents = ExtentAllocator(spec.heap_bytes)
-        self._extents_lock = threading.Lock()
         self._group = Group(self._arena, 0, max_running=settings.max_running, on_released=self._maybe_retire)
+        self._intake = Intake(
+            settings, self._checkpoint, self._arena, self._pool, self._group.ring, max_len=self._max_model_len
+        )
         self._streams: dict[int, Stream] = {}  # by slot; from the slot's writing to its retirement
         self._closing = False
         self.metrics = Metrics()
         self.worker_counts = WorkerCounts(self.metrics, self._look)
         self._supervisor = Supervisor(self._arena, self._group, on_up=self._group.came_up, on_down=self._worker_died)
         kv_tokens = self._supervisor.start()
-        self._max_len = min(self._max_model_len, kv_tokens)
+        self._intake.max_len = min(self._max_model_len, kv_tokens)
         self._replies = ReplyPool(REPLY_THREADS, self._answer)
         self._watcher = Watcher(
             self._end,
@@ -103,7 +76,7 @@ class Router:
             is_serving=is_serving,
             drain_seconds=settings.drain_seconds,
         )
-        self._intake = ThreadPoolExecutor(INTAKE_THREADS, thread_name_prefix="tandem-intake")
+        self._intake_threads = ThreadPoolExecutor(INTAKE_THREADS, thread_name_prefix="tandem-intake")
         self._doorbell = threading.Thread(target=self._drain_forever, name="tandem-doorbell", daemon=True)
         self._doorbell.start()
 
@@ -115,12 +88,12 @@ class Router:
             reason = "unloading" if self._closing else "queue_full"
             finished.refused(self.metrics, inbound.request_id, reason, ErrorKind.UNAVAILABLE)
             return
-        self._intake.submit(self._take, inbound, *taken)
+        self._intake_threads.submit(self._take, inbound, taken[0])
 
     def close(self) -> None:
         """End every request and every worker. Each client still waiting is told."""
         self._closing = True
-        self._intake.shutdown()
+        self._intake_threads.shutdown()
         for stream in list(self._streams.values()):
             if stream.decide(UNLOADING):
                 self._replies.mark(stream)
@@ -132,96 +105,30 @@ class Router:
 
     # Intake threads.
 
-    def _take(self, inbound: Inbound, slot: int, generation: int) -> None:
-        """Parse, tokenise, write the slot, queue. What goes wrong here is this request's alone."""
+    def _take(self, inbound: Inbound, leader: SlotRef) -> None:
+        """Write the request's slots and queue them. What goes wrong here is this request's alone."""
         try:
-            stream = self._prepare(inbound, slot, generation)
+            streams = self._intake.prepare(inbound, leader)
         except RequestError as error:
-            self._refuse(inbound, slot, ErrorKind.INVALID_ARG, str(error))
-            finished.refused(self.metrics, inbound.request_id, "invalid", ErrorKind.INVALID_ARG)
-        except ArenaFull as error:
-            self._refuse(inbound, slot, ErrorKind.UNAVAILABLE, str(error))
-            finished.refused(self.metrics, inbound.request_id, "arena_full", ErrorKind.UNAVAILABLE)
+            self._refuse(inbound, leader, ErrorKind.INVALID_ARG, "invalid", str(error))
+        except NoRoom as error:
+            self._refuse(inbound, leader, ErrorKind.UNAVAILABLE, "arena_full", str(error))
         except Exception as error:
             log.exception("a request could not be prepared")
-            self._refuse(inbound, slot, ErrorKind.INTERNAL, f"{type(error).__name__}: {error}")
+            self._pool.retire(leader.slot, self._group.ring, 0)
+            inbound.sender.fail(ErrorKind.INTERNAL, f"{type(error).__name__}: {error}")
             finished.failed(self.metrics, inbound.request_id)
         else:
-            self._streams[slot] = stream
-            self._watcher.add(stream)  # first: a stream that has been submitted may be over before the next line
-            self._group.submit(stream)
+            for stream in streams:
+                self._streams[stream.slot] = stream
+                self._watcher.add(stream)  # first: a stream that has been submitted may be over before the next line
+                self._group.submit(stream)
             self.metrics.touch()
 
-    def _refuse(self, inbound: Inbound, slot: int, kind: ErrorKind, message: str) -> None:
-        self._pool.retire(slot, self._group.ring, 0)
-        inbound.sender.fail(kind, message)
-
-    def _prepare(self, inbound: Inbound, slot: int, generation: int) -> Stream:
-        request = parse_request(
-            inbound.tensors, inbound.parameters, inbound.request_id, inbound.timeout_us, self._settings,
-            self._checkpoint.config.vocab_size, self._defaults,
-        )  # fmt: skip
-        prompt_ids = self._checkpoint.tokenizer.encode(request.text).ids
-        max_tokens = self._max_tokens(request, len(prompt_ids))
-        stream = Stream(request, inbound.sender, slot, generation)
-        sampling = request.sampling
-        text = TextStream(self._checkpoint.tokenizer, sampling.stop, sampling.min_tokens, prompt_ids=prompt_ids)
-        stream.begin(text, len(prompt_ids))
-        arrival_ns = inbound.arrival_ns or time.time_ns()
-        stream.extent = self._write_slot(request, slot, generation, prompt_ids, max_tokens, arrival_ns)
-        return stream
-
-    def _max_tokens(self, request: GenerationRequest, prompt_len: int) -> int:
-        """Output tokens allowed: what was asked for or the default, as far as the context reaches."""
-        if prompt_len == 0:
-            raise RequestError("'text_input' has no tokens; allowed is text of at least one token")
-        if prompt_len >= self._max_len:
-            raise RequestError(
-                f"'text_input' has {prompt_len} tokens; allowed are at most {self._max_len - 1}, "
-                f"so that one more fits in {self._max_len}"
-            )
-        asked = request.sampling.max_tokens or self._default_max_tokens
-        return min(asked, self._max_len - prompt_len)
-
-    def _write_slot(
-        self, request: GenerationRequest, slot: int, generation: int, prompt_ids: list[int], max_tokens: int,
-        arrival_ns: int,
-    ) -> int:  # fmt: skip
-        """Fill the slot and a new extent; the extent's offset. Raises ArenaFull."""
-        sampling = request.sampling
-        blob = json.dumps({"stop_token_ids": sampling.stop_token_ids}).encode()
-        prompt_at = -(-len(blob) // 8) * 8
-        output_at = prompt_at + 4 * len(prompt_ids)
-        with self._extents_lock:
-            extent = self._extents.allocate(output_at + 4 * max_tokens)
-        if extent is None:
-            raise ArenaFull(f"no room for a request of {len(prompt_ids)} + {max_tokens} tokens until others end")
-        slots = self._arena.slots
-        slots.write(
-            slot,
-            {
-                "generation": generation,
-                "arrival_ns": arrival_ns,
-                "seed": secrets.randbits(64) if sampling.seed is None else sampling.seed,
-                "temperature": sampling.temperature,
-                "top_p": sampling.top_p,
-                "top_k": sampling.top_k,
-                "max_tokens": max_tokens,
-                "min_tokens": min(sampling.min_tokens, max_tokens),
-                "ignore_eos": sampling.ignore_eos,
-                "priority": request.priority,
-                "group": self._group.index,
-                "leader_slot": slot,
-                "params_offset": extent,
-                "params_bytes": len(blob),
-                "prompt_offset": extent + prompt_at,
-                "prompt_len": len(prompt_ids),
-                "output_offset": extent + output_at,
-            },
-        )
-        slots.write_params(slot, blob)
-        slots.prompt_ids(slot)[:] = prompt_ids
-        return extent
+    def _refuse(self, inbound: Inbound, leader: SlotRef, kind: ErrorKind, reason: str, words: str) -> None:
+        self._pool.retire(leader.slot, self._group.ring, 0)
+        inbound.sender.fail(kind, words)
+        finished.refused(self.metrics, inbound.request_id, reason, kind)
 
     # The doorbell thread.
 
@@ -284,9 +191,7 @@ class Router:
             return
         self._watcher.discard(stream)
         del self._streams[stream.slot]
-        with self._extents_lock:
-            self._extents.free(stream.extent)
-        self._pool.retire(stream.slot, self._group.ring, stream.last_command)
+        self._intake.release(stream)
 
     # The supervisor's thread.
 
@@ -318,7 +223,11 @@ class Router:
     def _refusal(self) -> str:
         if self._closing:
             return UNLOADING.words
-        return f"the queue is full: {self._settings.queue_size} requests wait, as many as queue_size allows"
+        running = self._arena.status(0, 0).load.running
+        return (
+            f"the queue is full: {len(self._streams) - running} sequences wait and {running} run; "
+            f"queue_size is {self._settings.queue_size}"
+        )
 
 
 def _max_model_len(settings: Settings, checkpoint: Checkpoint) -> int:

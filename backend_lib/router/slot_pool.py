@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from typing import NamedTuple
 
-from backend_lib.arena import CommandRing
+from backend_lib.arena import CommandRing, SlotRef
 
 
 class _Retired(NamedTuple):
@@ -27,14 +27,14 @@ class SlotPool:
         self._retired: deque[_Retired] = deque()
         self._generation = 0
 
-    def acquire(self) -> tuple[int, int] | None:
-        """(slot, generation), or None when all are in use."""
+    def acquire(self, count: int = 1) -> list[SlotRef] | None:
+        """That many slots, each under a generation of its own; None when fewer are free."""
         with self._lock:
             self._reclaim()
-            if not self._free:
+            if len(self._free) < count:
                 return None
-            self._generation += 1
-            return self._free.popleft(), self._generation
+            first, self._generation = self._generation + 1, self._generation + count
+            return [SlotRef(self._free.popleft(), first + place) for place in range(count)]
 
     def retire(self, slot: int, ring: CommandRing, last_command: int) -> None:
         """Give back a slot whose reply has been sent and that no step holds."""

@@ -98,9 +98,9 @@ class Stream:
             self.fail(ErrorKind.INTERNAL, slots.headers["error"][self.slot].decode(errors="replace"))
         elif finish:
             self._pending += self._text.finish()
-            self._send(finish)
+            self._send(finish, slots)
         elif self._ready_to_send():
-            self._send(FinishReason.NONE)
+            self._send(FinishReason.NONE, slots)
 
     def _consume(self, slots: SlotTable, published: Published) -> FinishReason:
         """Decode the new tokens. The token that ended the sequence counts, but is not text."""
@@ -147,8 +147,9 @@ class Stream:
         output = self.request.output
         return output.stream and bool(self._pending) and self._pending_tokens >= output.stream_interval
 
-    def _send(self, finish: FinishReason) -> None:
-        reply = Reply(self._pending, self._pending_tokens, finish, self.num_input_tokens, self.request.output)
+    def _send(self, finish: FinishReason, slots: SlotTable) -> None:
+        cached = int(slots.headers["cached_tokens"][self.slot])
+        reply = Reply(self._pending, self._pending_tokens, finish, self.num_input_tokens, self.request.output, cached)
         self._pending, self._pending_tokens = "", 0
         if finish:
             self.answered = True

@@ -166,7 +166,7 @@ def test_a_request_that_kills_each_worker_is_failed_and_the_others_finish(folder
     others = [Ask([5, number], {"max_tokens": 240, "ignore_eos": True, "stream": True}) for number in range(10, 14)]
     poison = Ask([7] * 300, {"max_tokens": 1})
     with running_router(folder, prefill_chunk=16, kv_tokens=2000, max_running=8) as router:
-        router._max_len = 1000
+        router._intake.max_len = 1000
         for ask in (*others[:2], poison, *others[2:]):
             router.submit(ask.inbound())
         kind, words = poison.sender.wait(30).error

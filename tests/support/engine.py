@@ -18,7 +18,8 @@ from backend_lib.config import Settings
 from backend_lib.models.hash_model import _splitmix64_int
 from backend_lib.request import FinishReason
 from backend_lib.router.reply import ErrorKind
-from backend_lib.router.router import Inbound, Router
+from backend_lib.router.intake import Inbound
+from backend_lib.router.router import Router
 from kernels.philox import gumbel_noise
 from tests.support.checkpoints import FIRST_CHARACTER, hash_text, make_hash_checkpoint
 from tests.support.senders import ListSender
@@ -165,7 +166,7 @@ def _left(router: Router) -> dict[str, Any]:
     held = {
         "streams": len(router._streams),
         "slots": len(router._arena.slots) - len(router._pool._free),
-        "heap": len(router._extents._taken),
+        "heap": len(router._intake._extents._taken),
         "posted": len(router._group._posted),
         "queued": len(router._group._queue),
         "watched": len(router._watcher._streams),

@@ -17,6 +17,7 @@ class ListSender:
 
     def __init__(self, on_send: Callable[[Reply], None] = lambda reply: None) -> None:
         self.replies: list[Reply] = []
+        self.sibling_replies: list[tuple[list[Reply], list[int]]] = []
         self.error: tuple[ErrorKind, str] | None = None
         self.faults: list[str] = []
         self.cancelled = False
@@ -33,6 +34,13 @@ class ListSender:
         finally:
             self._busy.release()
         if reply.finish:
+            self.done.set()
+
+    def send_siblings(self, replies: list[Reply], news: list[int], *, final: bool) -> None:
+        self._enter(f"send {replies}")
+        self.sibling_replies.append((replies, news))
+        self._busy.release()
+        if final:
             self.done.set()
 
     def fail(self, kind: ErrorKind, message: str) -> None:

@@ -1,0 +1,206 @@
+"""From what a client sent to streams whose slots are written and can be computed."""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from backend_lib.arena import Arena, CommandRing, ExtentAllocator, SlotRef
+from backend_lib.checkpoint import Checkpoint
+from backend_lib.config import Settings
+from backend_lib.request import GenerationRequest
+from backend_lib.router.contract import RequestError, checkpoint_defaults, parse_request
+from backend_lib.router.reply import Client
+from backend_lib.router.siblings import Siblings
+from backend_lib.router.slot_pool import SlotPool
+from backend_lib.router.stream import Stream
+from backend_lib.router.text import TextStream
+
+log = logging.getLogger("tandem")
+
+
+class Inbound(NamedTuple):
+    """A request as it came: tensors by input name, request parameters, and who waits for the answer.
+
+    `arrival_ns` is in `time.time_ns()`; 0 is the moment at which its slot is written.
+    """
+
+    tensors: Mapping[str, np.ndarray]
+    parameters: Mapping[str, Any]
+    request_id: str
+    timeout_us: int
+    sender: Client
+    arrival_ns: int = 0
+
+
+class NoRoom(RuntimeError):
+    """The arena has no slots or no heap for the request until others end."""
+
+
+class _Prompt(NamedTuple):
+    """What the n sequences of a request share."""
+
+    request: GenerationRequest
+    token_ids: list[int]
+    max_tokens: int
+    seed: int
+    arrival_ns: int
+    leader: SlotRef
+
+
+class Intake:
+    """Parses, tokenises, and writes slots; the intake threads run it side by side.
+
+    Owns the arena's heap. A slot is written before anybody else knows of it.
+    """
+
+    def __init__(
+        self, settings: Settings, checkpoint: Checkpoint, arena: Arena, pool: SlotPool, ring: CommandRing, *,
+        max_len: int,
+    ) -> None:  # fmt: skip
+        self._settings = settings
+        self._checkpoint = checkpoint
+        self._defaults = checkpoint_defaults(checkpoint)
+        self._default_max_tokens = min(
+            settings.default_max_tokens, checkpoint.sampling.max_tokens or settings.default_max_tokens
+        )
+        self._slots = arena.slots
+        self._pool = pool
+        self._ring = ring
+        self.max_len = max_len  # tokens of a sequence; the router lowers it when the KV cache turns out to hold less
+        self._extents = ExtentAllocator(arena.spec.heap_bytes)
+        self._lock = threading.Lock()
+
+    def prepare(self, inbound: Inbound, leader: SlotRef) -> list[Stream]:
+        """The request's streams, the leader first: all of them or none. The leader's slot is the caller's.
+
+        Raises:
+            RequestError: the client's mistake.
+            NoRoom: too much is under way.
+        """
+        request = parse_request(
+            inbound.tensors, inbound.parameters, inbound.request_id, inbound.timeout_us, self._settings,
+            self._checkpoint.config.vocab_size, self._defaults,
+        )  # fmt: skip
+        prompt_ids = self._checkpoint.tokenizer.encode(request.text).ids
+        seed = request.sampling.seed
+        prompt = _Prompt(
+            request=request,
+            token_ids=prompt_ids,
+            max_tokens=self._max_tokens(request, len(prompt_ids)),
+            seed=secrets.randbits(64) if seed is None else seed,
+            arrival_ns=inbound.arrival_ns or time.time_ns(),
+            leader=leader,
+        )
+        return self._streams(prompt, inbound.sender, [leader, *self._more_slots(request.sampling.n - 1)])
+
+    def release(self, stream: Stream) -> None:
+        """Give back a stream's extent and slot: its reply has been sent and no step holds it."""
+        self._free(stream.extent)
+        self._pool.retire(stream.slot, self._ring, stream.last_command)
+
+    def _max_tokens(self, request: GenerationRequest, prompt_len: int) -> int:
+        """Output tokens allowed: what was asked for or the default, as far as the context reaches."""
+        if prompt_len == 0:
+            raise RequestError("'text_input' has no tokens; allowed is text of at least one token")
+        if prompt_len >= self.max_len:
+            raise RequestError(
+                f"'text_input' has {prompt_len} tokens; allowed are at most {self.max_len - 1}, "
+                f"so that one more fits in {self.max_len}"
+            )
+        asked = request.sampling.max_tokens or self._default_max_tokens
+        return min(asked, self.max_len - prompt_len)
+
+    def _more_slots(self, count: int) -> list[SlotRef]:
+        """Slots for the leader's siblings, all or none."""
+        if count >= len(self._slots):
+            raise RequestError(f"'n' is {count + 1}; allowed are at most {len(self._slots)}, the server's slots")
+        taken = self._pool.acquire(count)
+        if taken is None:
+            raise NoRoom(f"no slots for {count + 1} sequences until others end")
+        return taken
+
+    def _streams(self, prompt: _Prompt, sender: Client, refs: list[SlotRef]) -> list[Stream]:
+        streams: list[Stream] = []
+        siblings = Siblings(sender, prompt.request) if len(refs) > 1 else None
+        try:
+            for index, ref in enumerate(refs):
+                streams.append(Stream(prompt.request, siblings.voice(index) if siblings else sender, *ref))
+                streams[-1].extent = self._write_slot(prompt, ref, index)
+                streams[-1].begin(self._text(prompt), len(prompt.token_ids))
+        except BaseException:
+            for stream in streams:
+                if stream.extent >= 0:
+                    self._free(stream.extent)
+            for ref in refs[1:]:
+                self._pool.retire(ref.slot, self._ring, 0)
+            raise
+        return streams
+
+    def _text(self, prompt: _Prompt) -> TextStream:
+        sampling = prompt.request.sampling
+        return TextStream(self._checkpoint.tokenizer, sampling.stop, sampling.min_tokens, prompt_ids=prompt.token_ids)
+
+    def _write_slot(self, prompt: _Prompt, ref: SlotRef, sequence_index: int) -> int:
+        """Fill the slot and a new extent; the extent's offset. Raises NoRoom."""
+        blob = _parameter_blob(prompt)
+        prompt_at = -(-len(blob) // 8) * 8
+        output_at = prompt_at + 4 * len(prompt.token_ids)
+        extent = self._allocate(output_at + 4 * prompt.max_tokens)
+        fields = _sampling_fields(prompt) | {
+            "generation": ref.generation,
+            "sequence_index": sequence_index,
+            "arrival_ns": prompt.arrival_ns,
+            "params_offset": extent,
+            "params_bytes": len(blob),
+            "prompt_offset": extent + prompt_at,
+            "prompt_len": len(prompt.token_ids),
+            "output_offset": extent + output_at,
+        }
+        self._slots.write(ref.slot, fields)
+        self._slots.write_params(ref.slot, blob)
+        self._slots.prompt_ids(ref.slot)[:] = prompt.token_ids
+        return extent
+
+    def _allocate(self, num_bytes: int) -> int:
+        with self._lock:
+            extent = self._extents.allocate(num_bytes)
+        if extent is None:
+            raise NoRoom(f"no room for a sequence of {num_bytes} bytes until others end")
+        return extent
+
+    def _free(self, extent: int) -> None:
+        with self._lock:
+            self._extents.free(extent)
+
+
+def _parameter_blob(prompt: _Prompt) -> bytes:
+    """What has no fixed place in a slot."""
+    blob = {
+        "stop_token_ids": prompt.request.sampling.stop_token_ids,
+        "prefix_cache": not prompt.request.disable_prompt_cache,
+        "leader_generation": prompt.leader.generation,
+    }
+    return json.dumps(blob).encode()
+
+
+def _sampling_fields(prompt: _Prompt) -> dict[str, Any]:
+    sampling = prompt.request.sampling
+    return {
+        "seed": prompt.seed,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "max_tokens": prompt.max_tokens,
+        "min_tokens": min(sampling.min_tokens, prompt.max_tokens),
+        "ignore_eos": sampling.ignore_eos,
+        "priority": prompt.request.priority,
+        "leader_slot": prompt.leader.slot,
+    }
