@@ -17,8 +17,8 @@ import torch
 from backend_lib.config import Settings
 from backend_lib.models.hash_model import _splitmix64_int
 from backend_lib.request import FinishReason
-from backend_lib.router.reply import ErrorKind
 from backend_lib.router.intake import Inbound
+from backend_lib.router.reply import ErrorKind
 from backend_lib.router.router import Router
 from kernels.philox import gumbel_noise
 from tests.support.checkpoints import FIRST_CHARACTER, hash_text, make_hash_checkpoint
