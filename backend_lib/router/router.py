@@ -224,9 +224,10 @@ class Router:
         if self._closing:
             return UNLOADING.words
         running = self._arena.status(0, 0).load.running
+        waiting = self._pool.num_taken - running
         return (
-            f"the queue is full: {len(self._streams) - running} sequences wait and {running} run; "
-            f"queue_size is {self._settings.queue_size}"
+            f"the queue is full: {waiting} sequences wait and {running} run; "
+            f"queue_size is {self._settings.queue_size} and max_running {self._settings.max_running}"
         )
 
 

@@ -22,6 +22,7 @@ class SlotPool:
     """
 
     def __init__(self, num_slots: int) -> None:
+        self._num_slots = num_slots
         self._lock = threading.Lock()
         self._free = deque(range(num_slots))
         self._retired: deque[_Retired] = deque()
@@ -35,6 +36,11 @@ class SlotPool:
                 return None
             first, self._generation = self._generation + 1, self._generation + count
             return [SlotRef(self._free.popleft(), first + place) for place in range(count)]
+
+    @property
+    def num_taken(self) -> int:
+        """Slots in use: of sequences that wait, run, or have not been retired yet."""
+        return self._num_slots - len(self._free) - len(self._retired)
 
     def retire(self, slot: int, ring: CommandRing, last_command: int) -> None:
         """Give back a slot whose reply has been sent and that no step holds."""

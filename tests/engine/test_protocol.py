@@ -22,6 +22,7 @@ from tests.support.engine import (
     expected_ids,
     random_prompt,
     running_router,
+    wait_until,
     worker_pids,
 )
 from tests.support.senders import ListSender
@@ -230,11 +231,12 @@ def test_a_full_queue_refuses_at_once_and_harms_nobody(folder) -> None:
         asks = [Ask([5, number], {"max_tokens": 200, "ignore_eos": True}) for number in range(10, 16)]
         for ask in asks:
             router.submit(ask.inbound())
+        wait_until(lambda: router._arena.status(0, 0).load.running == 2)
         refused = Ask([7], {"max_tokens": 1})
         router.submit(refused.inbound())
         assert refused.sender.done.is_set()  # before submit returned
         kind, words = refused.sender.error
-        assert kind is ErrorKind.UNAVAILABLE and "the queue is full: 4 requests wait" in words
+        assert kind is ErrorKind.UNAVAILABLE and "the queue is full: 4 sequences wait and 2 run" in words
         for ask in asks:
             ask.check()
         assert_level(router)

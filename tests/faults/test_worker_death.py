@@ -19,7 +19,17 @@ from backend_lib.router import supervisor
 from backend_lib.router.reply import ErrorKind
 from backend_lib.router.router import Router
 from tests.support.checkpoints import hash_text, make_hash_checkpoint
-from tests.support.engine import EOS, VOCAB, Ask, assert_level, expected_ids, random_prompt, running_router, worker_pid
+from tests.support.engine import (
+    EOS,
+    VOCAB,
+    Ask,
+    assert_level,
+    expected_ids,
+    random_prompt,
+    running_router,
+    wait_until,
+    worker_pid,
+)
 from tests.support.senders import ListSender
 
 ROOT = Path(__file__).parents[2]
@@ -44,13 +54,6 @@ def kill_worker(router: Router) -> int:
     os.kill(pid, signal.SIGKILL)
     wait_until(lambda: not psutil.pid_exists(pid))
     return pid
-
-
-def wait_until(condition, timeout: float = 15.0) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come to that"
-        time.sleep(0.001)
 
 
 def wait_next_worker(router: Router, before: int) -> int:

@@ -152,6 +152,13 @@ def worker_pid(router: Router) -> int | None:
     return next((child.pid for child in psutil.Process().children() if argument in child.cmdline()), None)
 
 
+def wait_until(condition, timeout: float = 15.0) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to that"
+        time.sleep(0.001)
+
+
 def assert_level(router: Router, timeout: float = 5.0) -> None:
     """Everything that requests took has come back: slots, extents, rows, KV, places in every list."""
     deadline = time.monotonic() + timeout
