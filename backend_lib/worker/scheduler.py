@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections import deque
+import bisect
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from backend_lib.request import FinishReason
-from backend_lib.worker.kv_cache import KvCache
+from backend_lib.worker.admission import OutputHistory, peak
+from backend_lib.worker.kv_memory import KvMemory
 from backend_lib.worker.sequence import Sequence
+
+
+# A sequence that does not fit may be overtaken this often, and at most so many may be passed over at a time.
+MAX_OVERTAKEN = 64
+MAX_PASSED_OVER = 8
 
 
 class Chunk(NamedTuple):
@@ -42,123 +48,227 @@ class Plan:
 
 
 class Scheduler:
-    """Owns the waiting list, the rows and the KV bookkeeping of a group.
+    """Owns the waiting list, the rows and the KV memory of a group.
 
-    Fence: a sequence that has ended leaves the next plan at once, but its row and KV indices are given back only when
-    the last step that held it has been finalized. So nothing that a step in flight reads or writes is handed out again.
+    Fence: a sequence that has ended or is to pause leaves the next plan at once, but its row and KV indices are given
+    back only when the last step that held it has been finalized. So nothing that a step in flight reads or writes is
+    handed out again.
+
+    Reserve: after each plan at least one KV index is left for every row that goes on, so the next plan's decodes
+    never lack memory. Where that would fail, the newest sequences pause.
     """
 
-    def __init__(self, *, kv_tokens: int, max_running: int, max_model_len: int, prefill_chunk: int) -> None:
-        self.kv = KvCache(num_tokens=kv_tokens, num_rows=max_running, max_len=max_model_len)
-        self.running: list[Sequence] = []
-        self.waiting: deque[Sequence] = deque()
+    def __init__(
+        self, *, kv_tokens: int, max_running: int, max_model_len: int, prefill_chunk: int, conservative: bool = False
+    ) -> None:
+        self.memory = KvMemory(num_tokens=kv_tokens, num_rows=max_running, max_len=max_model_len)
+        self.running: list[Sequence] = []  # in the order in which they started; pausing ones until they have left
+        self.waiting: list[Sequence] = []
+        self.paused: list[Sequence] = []  # oldest first
         self._free_rows = list(range(max_running - 1, -1, -1))
-        self._reserved = 0  # KV indices that the running sequences may come to hold
         self._prefill_chunk = prefill_chunk
+        self._history = None if conservative else OutputHistory()
         self._by_slot: dict[tuple[int, int], Sequence] = {}
         self._next_step = 0
         self._finalized = -1
 
     @property
     def idle(self) -> bool:
-        return not self.running and not self.waiting
+        return not (self.running or self.waiting or self.paused)
+
+    def find(self, slot: int, generation: int) -> Sequence | None:
+        return self._by_slot.get((slot, generation))
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence. Raises ValueError when it can never start: it would keep all behind it waiting for ever."""
-        if sequence.kv_need > self.kv.num_tokens:
+        if sequence.kv_need > self.memory.num_tokens:
             raise ValueError(
-                f"the sequence needs room for {sequence.kv_need} tokens; the KV cache holds {self.kv.num_tokens}"
+                f"the sequence needs room for {sequence.kv_need} tokens; the KV cache holds {self.memory.num_tokens}"
             )
         self._by_slot[sequence.slot, sequence.generation] = sequence
         self.waiting.append(sequence)
 
     def abort(self, slot: int, generation: int) -> Sequence | None:
         """End a sequence whatever its stage. Returns it when it is gone at once; None: unknown, or a step holds it."""
-        sequence = self._by_slot.get((slot, generation))
+        sequence = self.find(slot, generation)
         if sequence is None or sequence.finish:
             return None
         sequence.finish = FinishReason.CANCELLED
         if sequence.last_step > self._finalized:
             return None
-        self._release(sequence)
+        self._forget(sequence)
         return sequence
 
     def plan(self) -> Plan:
         """Decode every running row, then fill the token budget with prompts, oldest first."""
+        self._pause_for_reserve()
         decodes = self._decode_chunks()
-        prefills, started = self._prefill_chunks()
+        prefills, started = self._prefill_chunks(self._room(decodes))
         step, self._next_step = self._next_step, self._next_step + 1
         chunks = decodes + prefills
+        rows, positions = _token_places(chunks, len(decodes))
+        kv_index = self.memory.allocate(rows, positions)
         for chunk in chunks:
             self._advance(chunk, step)
-        rows, positions = _token_places(chunks, len(decodes))
         return Plan(
             step=step, chunks=chunks, num_decodes=len(decodes), rows=rows, positions=positions,
-            kv_index=self.kv.allocate(rows, positions), started=started,
+            kv_index=kv_index, started=started,
         )  # fmt: skip
 
     def finalize(self, plan: Plan) -> list[Sequence]:
-        """Give back what sequences held that have ended and that no later step holds; returns them."""
+        """Take back what sequences held that no later step holds: those that have ended, which are returned, and
+        those that pause."""
         self._finalized = plan.step
-        ended = [chunk.sequence for chunk in plan.chunks if chunk.sequence.finish]
-        gone = [sequence for sequence in ended if sequence.last_step == plan.step]
-        for sequence in gone:
-            self._release(sequence)
+        left = [chunk.sequence for chunk in plan.chunks if chunk.sequence.finish or chunk.sequence.pausing]
+        gone = []
+        for sequence in left:
+            if sequence.last_step == plan.step:
+                gone += self._leave(sequence)
         return gone
+
+    # Decode, and the memory it needs.
+
+    def _active(self) -> list[Sequence]:
+        return [sequence for sequence in self.running if not (sequence.finish or sequence.pausing)]
 
     def _decode_chunks(self) -> list[Chunk]:
         return [
             Chunk(sequence, sequence.num_computed, 1, True)
-            for sequence in self.running
-            if not (sequence.prefilling or sequence.finish or sequence.exhausted)
+            for sequence in self._active()
+            if not (sequence.prefilling or sequence.exhausted)
         ]
 
-    def _prefill_chunks(self) -> tuple[list[Chunk], list[Sequence]]:
+    def _pause_for_reserve(self) -> None:
+        """Pause the newest until what is available covers this step's decodes and the next one's."""
+        active = self._active()
+        wanted = sum(_wanted(sequence) for sequence in active)
+        while wanted > self.memory.available and len(active) > 1:
+            sequence = active.pop()
+            wanted -= _wanted(sequence)
+            sequence.pausing = True
+            if sequence.last_step <= self._finalized:
+                self._leave(sequence)
+
+    def _room(self, decodes: list[Chunk]) -> int:
+        """KV indices that prompts may take in this step."""
+        return self.memory.available - sum(_wanted(chunk.sequence) for chunk in decodes)
+
+    # Prompts, and what may start.
+
+    def _prefill_chunks(self, room: int) -> tuple[list[Chunk], list[Sequence]]:
         budget = self._prefill_chunk
-        chunks = []
-        for sequence in self.running:
-            if budget and sequence.prefilling and not sequence.finish:
-                chunks.append(_prefill_chunk(sequence, budget))
-                budget -= chunks[-1].length
-        started = []
-        while budget and self.waiting and self._fits(self.waiting[0]):
-            started.append(self._start(self.waiting.popleft()))
-            chunks.append(_prefill_chunk(started[-1], budget))
-            budget -= chunks[-1].length
+        chunks: list[Chunk] = []
+        started: list[Sequence] = []
+        for sequence in self._active() if budget else ():
+            if sequence.prefilling:
+                budget, room = self._add_prefill(chunks, sequence, budget, room)
+        while budget and (sequence := self._next_to_start()):
+            before = self.memory.available
+            self._start(sequence)
+            started.append(sequence)
+            room -= before - self.memory.available  # what it reads from the cache can no longer be evicted
+            budget, room = self._add_prefill(chunks, sequence, budget, room)
         return chunks, started
 
-    def _fits(self, sequence: Sequence) -> bool:
-        """A sequence starts when all it can ever hold is free, so that decode never lacks KV."""
-        return bool(self._free_rows) and self._reserved + sequence.kv_need <= self.kv.num_tokens
+    def _add_prefill(self, chunks: list[Chunk], sequence: Sequence, budget: int, room: int) -> tuple[int, int]:
+        """Plan as much of a prompt as token budget and memory allow; what is left of both."""
+        left = sequence.known_len - sequence.num_computed
+        length = min(budget, left, room - 1)  # one more for its first decode
+        if length <= 0:
+            return budget, room
+        last = length == left
+        chunks.append(Chunk(sequence, sequence.num_computed, length, last))
+        return budget - length, room - length - last
 
-    def _start(self, sequence: Sequence) -> Sequence:
+    def _next_to_start(self) -> Sequence | None:
+        """The sequence that may start now: a paused one before any other, else the first waiting one that fits."""
+        if not self._free_rows:
+            return None
+        if self.paused:
+            return self.paused[0] if self._fits(self.paused[0]) else None
+        if any(sequence.pausing for sequence in self.running):
+            return None
+        for place, sequence in enumerate(self.waiting):
+            if not self._leader_ready(sequence):
+                continue
+            if self._fits(sequence):
+                return sequence
+            if sequence.overtaken >= MAX_OVERTAKEN or place >= MAX_PASSED_OVER:
+                return None
+        return None
+
+    def _leader_ready(self, sequence: Sequence) -> bool:
+        """A sibling waits until the leader's prompt can be read, or the leader is no more."""
+        leader = sequence.leader
+        return leader is None or bool(leader.finish) or leader.output_len > 0 or leader.prompt_computed
+
+    def _fits(self, sequence: Sequence) -> bool:
+        """Whether the running sequences' peak stays within memory when this one joins them."""
+        match = self.memory.match(sequence, self._next_step)
+        cached = len(match.indices) if match else 0
+        newly_locked = self.memory.cache.unlocked_above(match.node) if match else 0
+        if not self.running:
+            return True
+        members = [*self.running, sequence]
+        held = np.array([max(member.known_len, member.num_computed) - member.num_shared for member in self.running])
+        held = np.append(held, sequence.known_len - cached)
+        produced = np.array([member.num_planned for member in members])
+        allowed = np.array([member.max_tokens for member in members])
+        remaining = self._history.remaining(produced, allowed) if self._history else allowed - produced
+        return self.memory.cache.num_locked + newly_locked + peak(held, remaining) <= self.memory.num_tokens
+
+    def _start(self, sequence: Sequence) -> None:
+        for queue in (self.paused, self.waiting):
+            if sequence in queue:
+                for passed in queue[: queue.index(sequence)]:
+                    passed.overtaken += 1
+                queue.remove(sequence)
         sequence.row = self._free_rows.pop()
-        self._reserved += sequence.kv_need
+        self.memory.attach(sequence, self._next_step)
         self.running.append(sequence)
-        return sequence
 
     def _advance(self, chunk: Chunk, step: int) -> None:
         """Count the chunk as computed. Its token values are not needed for that."""
         sequence = chunk.sequence
+        was_prefilling = sequence.prefilling
         sequence.num_computed += chunk.length
         sequence.num_planned += chunk.samples
         sequence.last_step = step
+        if was_prefilling and chunk.samples:
+            self.memory.share(sequence, step)
 
-    def _release(self, sequence: Sequence) -> None:
+    # Ends.
+
+    def _leave(self, sequence: Sequence) -> list[Sequence]:
+        """The last step that held a sequence is over: forget it if it has ended, queue it again if it pauses."""
+        if sequence.finish:
+            self._forget(sequence)
+            return [sequence]
+        self._vacate(sequence)
+        sequence.rewind()
+        bisect.insort(self.paused, sequence, key=lambda each: each.arrival)
+        return []
+
+    def _forget(self, sequence: Sequence) -> None:
         del self._by_slot[sequence.slot, sequence.generation]
         if sequence.row < 0:
-            self.waiting.remove(sequence)
+            (self.paused if sequence in self.paused else self.waiting).remove(sequence)
             return
+        if self._history and sequence.finish is not FinishReason.CANCELLED:
+            self._history.add(sequence.output_len)
+        self._vacate(sequence)
+
+    def _vacate(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
-        self.kv.free(sequence.row, sequence.num_computed)
+        self.memory.release(sequence, self._next_step)
         self._free_rows.append(sequence.row)
-        self._reserved -= sequence.kv_need
 
 
-def _prefill_chunk(sequence: Sequence, budget: int) -> Chunk:
-    length = min(budget, sequence.known_len - sequence.num_computed)
-    last = sequence.num_computed + length == sequence.known_len
-    return Chunk(sequence, sequence.num_computed, length, last)
+def _wanted(sequence: Sequence) -> int:
+    """KV indices for this step's decode and the next one's."""
+    if sequence.prefilling:
+        return 0
+    return min(2, sequence.max_tokens - sequence.num_planned)
 
 
 def _token_places(chunks: list[Chunk], num_decodes: int) -> tuple[np.ndarray, np.ndarray]:
