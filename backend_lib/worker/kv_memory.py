@@ -34,21 +34,23 @@ class KvMemory:
         """Indices that running sequences read or write."""
         return self.num_tokens - self.available
 
-    def match(self, sequence: Sequence, now: int) -> Match | None:
-        """The cached beginning of a sequence that has not started; its last token is left to compute."""
-        if not sequence.use_cache:
-            return None
-        return self.cache.match(
-            sequence.known_ids(0, sequence.known_len - 1), adapter=sequence.adapter_id, now=now
-        )
+    @property
+    def num_locked(self) -> int:
+        """Indices in the prefix cache that sequences read."""
+        return self.cache.num_locked
 
-    def attach(self, sequence: Sequence, match: Match | None) -> None:
-        """Give a sequence that has its row the cached beginning."""
-        if match is None:
-            return
+    def cached_for(self, sequence: Sequence, now: int) -> tuple[int, int]:
+        """Tokens of a sequence that has not started which are cached, and those of them that could still be evicted."""
+        match = self._match(sequence, now)
+        return len(match.indices), self.cache.unlocked_above(match.node)
+
+    def attach(self, sequence: Sequence, now: int) -> None:
+        """Give a sequence that has its row the cached beginning; the last known token is always left to compute."""
+        match = self._match(sequence, now)
         self.cache.lock(match.node)
         sequence.node = match.node
-        sequence.num_computed = len(match.indices)
+        sequence.cached_indices = match.indices
+        sequence.num_computed = sequence.num_shared = len(match.indices)
         self.kv.table[sequence.row, : len(match.indices)] = match.indices
 
     def allocate(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
@@ -61,21 +63,24 @@ class KvMemory:
     def share(self, sequence: Sequence, now: int) -> None:
         """Let others read a prompt as soon as the step that completes it is planned: they run after it."""
         if sequence.use_cache:
-            self._insert(sequence, sequence.known_len, now)
+            spare = self._insert(sequence, sequence.known_len, now)
+            sequence.num_shared = sequence.known_len - len(spare)
 
     def release(self, sequence: Sequence, now: int) -> None:
         """Take everything back: no step in flight holds the sequence."""
         held = sequence.num_computed
-        known = min(held, len(sequence.prompt_ids) + sequence.output_len)
         row = self.kv.table[sequence.row]
-        if not sequence.use_cache:
-            self.kv.give_back(row[:held])
-            return
-        self.kv.give_back(self._insert(sequence, known, now))
+        known = min(held, len(sequence.prompt_ids) + sequence.output_len) if sequence.use_cache else 0
+        if known:
+            self.kv.give_back(self._insert(sequence, known, now))
         self.kv.give_back(row[known:held])
         if sequence.node is not None:
             self.cache.unlock(sequence.node)
-            sequence.node = None
+        sequence.node, sequence.num_shared = None, 0
+
+    def _match(self, sequence: Sequence, now: int) -> Match:
+        length = sequence.known_len - 1 if sequence.use_cache else 0
+        return self.cache.match(sequence.known_ids(0, length), adapter=sequence.adapter_id, now=now)
 
     def _insert(self, sequence: Sequence, length: int, now: int) -> np.ndarray:
         """Hand the row's first `length` positions to the cache and lock them; indices that it did not need."""

@@ -96,6 +96,14 @@ class PrefixCache:
                 self.num_locked -= len(node)
             node = node.parent
 
+    def unlocked_above(self, node: Node) -> int:
+        """Tokens of a node and those above it that nobody has locked: locking the node takes them from eviction."""
+        count = 0
+        while node.parent is not None and node.locks == 0:
+            count += len(node)
+            node = node.parent
+        return count
+
     def evict(self, num_tokens: int) -> np.ndarray:
         """Drop least recently used leaves until `num_tokens` are freed or nothing unlocked is left; their indices."""
         leaves = [(node.last_used, node.birth, node) for node in self._nodes() if not node.children and not node.locks]

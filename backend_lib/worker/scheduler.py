@@ -17,6 +17,8 @@ from backend_lib.worker.sequence import Sequence
 # A sequence that does not fit may be overtaken this often, and at most so many may be passed over at a time.
 MAX_OVERTAKEN = 64
 MAX_PASSED_OVER = 8
+# Steps after which what did not fit is looked at again though nothing has ended.
+RETRY_STEPS = 16
 
 
 class Chunk(NamedTuple):
@@ -71,6 +73,9 @@ class Scheduler:
         self._by_slot: dict[tuple[int, int], Sequence] = {}
         self._next_step = 0
         self._finalized = -1
+        self._changed = False  # something may start that could not before
+        self._arrivals = 0
+        self.num_pauses = 0
 
     @property
     def idle(self) -> bool:
@@ -87,6 +92,9 @@ class Scheduler:
             )
         self._by_slot[sequence.slot, sequence.generation] = sequence
         self.waiting.append(sequence)
+        self._arrivals += 1
+        sequence.arrival = self._arrivals
+        self._changed = True
 
     def abort(self, slot: int, generation: int) -> Sequence | None:
         """End a sequence whatever its stage. Returns it when it is gone at once; None: unknown, or a step holds it."""
@@ -139,19 +147,23 @@ class Scheduler:
         ]
 
     def _pause_for_reserve(self) -> None:
-        """Pause the newest until what is available covers this step's decodes and the next one's."""
+        """Pause the newest until what is available covers this step's decodes and the next one's.
+
+        The oldest always goes on, so that something always ends; what pauses frees its memory a step later at most.
+        """
         active = self._active()
-        wanted = sum(_wanted(sequence) for sequence in active)
+        wanted = sum(_wanted(sequence, oldest=sequence is active[0]) for sequence in active)
         while wanted > self.memory.available and len(active) > 1:
             sequence = active.pop()
-            wanted -= _wanted(sequence)
+            wanted -= _wanted(sequence, oldest=False)
             sequence.pausing = True
+            self.num_pauses += 1
             if sequence.last_step <= self._finalized:
                 self._leave(sequence)
 
     def _room(self, decodes: list[Chunk]) -> int:
         """KV indices that prompts may take in this step."""
-        return self.memory.available - sum(_wanted(chunk.sequence) for chunk in decodes)
+        return self.memory.available - sum(_wanted(chunk.sequence, oldest=False) for chunk in decodes)
 
     # Prompts, and what may start.
 
@@ -159,42 +171,44 @@ class Scheduler:
         budget = self._prefill_chunk
         chunks: list[Chunk] = []
         started: list[Sequence] = []
-        for sequence in self._active() if budget else ():
+        for sequence in self._active():
             if sequence.prefilling:
                 budget, room = self._add_prefill(chunks, sequence, budget, room)
-        while budget and (sequence := self._next_to_start()):
-            before = self.memory.available
-            self._start(sequence)
+        while budget and self._may_start() and (sequence := self._next_to_start(room)):
+            room -= self._start(sequence)
             started.append(sequence)
-            room -= before - self.memory.available  # what it reads from the cache can no longer be evicted
             budget, room = self._add_prefill(chunks, sequence, budget, room)
         return chunks, started
 
     def _add_prefill(self, chunks: list[Chunk], sequence: Sequence, budget: int, room: int) -> tuple[int, int]:
         """Plan as much of a prompt as token budget and memory allow; what is left of both."""
         left = sequence.known_len - sequence.num_computed
-        length = min(budget, left, room - 1)  # one more for its first decode
+        keep = _first_decode(sequence)
+        length = min(budget, left, room - keep)
         if length <= 0:
             return budget, room
-        last = length == left
-        chunks.append(Chunk(sequence, sequence.num_computed, length, last))
-        return budget - length, room - length - last
+        chunks.append(Chunk(sequence, sequence.num_computed, length, length == left))
+        return budget - length, room - length - (keep if length == left else 0)
 
-    def _next_to_start(self) -> Sequence | None:
-        """The sequence that may start now: a paused one before any other, else the first waiting one that fits."""
-        if not self._free_rows:
-            return None
+    def _may_start(self) -> bool:
+        """Nothing starts beside a sequence that is about to pause. What did not fit is looked at again when something
+        has been given back or has come, and now and then, for estimates change."""
+        if not self._free_rows or any(sequence.pausing for sequence in self.running):
+            return False
+        return self._changed or self._next_step % RETRY_STEPS == 0
+
+    def _next_to_start(self, room: int) -> Sequence | None:
+        """The sequence that starts now: a paused one before any other, else the first waiting one that fits."""
         if self.paused:
-            return self.paused[0] if self._fits(self.paused[0]) else None
-        if any(sequence.pausing for sequence in self.running):
-            return None
-        for place, sequence in enumerate(self.waiting):
-            if not self._leader_ready(sequence):
-                continue
-            if self._fits(sequence):
+            candidates = self.paused[:1]
+        else:
+            candidates = [sequence for sequence in self.waiting if self._leader_ready(sequence)][:MAX_PASSED_OVER]
+        for sequence in candidates:
+            if self._fits(sequence, room):
                 return sequence
-            if sequence.overtaken >= MAX_OVERTAKEN or place >= MAX_PASSED_OVER:
-                return None
+            if sequence.overtaken >= MAX_OVERTAKEN:
+                break
+        self._changed = False
         return None
 
     def _leader_ready(self, sequence: Sequence) -> bool:
@@ -202,30 +216,33 @@ class Scheduler:
         leader = sequence.leader
         return leader is None or bool(leader.finish) or leader.output_len > 0 or leader.prompt_computed
 
-    def _fits(self, sequence: Sequence) -> bool:
-        """Whether the running sequences' peak stays within memory when this one joins them."""
-        match = self.memory.match(sequence, self._next_step)
-        cached = len(match.indices) if match else 0
-        newly_locked = self.memory.cache.unlocked_above(match.node) if match else 0
+    def _fits(self, sequence: Sequence, room: int) -> bool:
+        """Whether a first piece of it fits now, and the peak stays within memory when it joins the running ones."""
+        cached, pinned = self.memory.cached_for(sequence, self._next_step)
+        if room - pinned <= _first_decode(sequence):
+            return False
         if not self.running:
             return True
         members = [*self.running, sequence]
-        held = np.array([max(member.known_len, member.num_computed) - member.num_shared for member in self.running])
-        held = np.append(held, sequence.known_len - cached)
+        held = [max(member.known_len, member.num_computed) - member.num_shared for member in self.running]
         produced = np.array([member.num_planned for member in members])
         allowed = np.array([member.max_tokens for member in members])
         remaining = self._history.remaining(produced, allowed) if self._history else allowed - produced
-        return self.memory.cache.num_locked + newly_locked + peak(held, remaining) <= self.memory.num_tokens
+        return self.memory.num_locked + pinned + peak(np.array([*held, sequence.known_len - cached]), remaining) <= (
+            self.memory.num_tokens
+        )
 
-    def _start(self, sequence: Sequence) -> None:
-        for queue in (self.paused, self.waiting):
-            if sequence in queue:
-                for passed in queue[: queue.index(sequence)]:
-                    passed.overtaken += 1
-                queue.remove(sequence)
+    def _start(self, sequence: Sequence) -> int:
+        """Give a sequence its row and the cached part of its prompt; indices that can no longer be evicted for it."""
+        queue = self.paused if self.paused else self.waiting
+        for passed in queue[: queue.index(sequence)]:
+            passed.overtaken += 1
+        queue.remove(sequence)
         sequence.row = self._free_rows.pop()
-        self.memory.attach(sequence, self._next_step)
         self.running.append(sequence)
+        before = self.memory.available
+        self.memory.attach(sequence, self._next_step)
+        return before - self.memory.available
 
     def _advance(self, chunk: Chunk, step: int) -> None:
         """Count the chunk as computed. Its token values are not needed for that."""
@@ -253,22 +270,30 @@ class Scheduler:
         del self._by_slot[sequence.slot, sequence.generation]
         if sequence.row < 0:
             (self.paused if sequence in self.paused else self.waiting).remove(sequence)
+            self._changed = True
             return
         if self._history and sequence.finish is not FinishReason.CANCELLED:
-            self._history.add(sequence.output_len)
+            self._history.add(sequence.output_len)  # a cancelled length says nothing of the others
         self._vacate(sequence)
 
     def _vacate(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         self.memory.release(sequence, self._next_step)
         self._free_rows.append(sequence.row)
+        self._changed = True
 
 
-def _wanted(sequence: Sequence) -> int:
-    """KV indices for this step's decode and the next one's."""
+def _wanted(sequence: Sequence, *, oldest: bool) -> int:
+    """KV indices that a sequence must find: for this step's decode and the next one's. A prompt can wait, but for the
+    oldest's: it takes at least one token's."""
     if sequence.prefilling:
-        return 0
+        return 1 + _first_decode(sequence) if oldest else 0
     return min(2, sequence.max_tokens - sequence.num_planned)
+
+
+def _first_decode(sequence: Sequence) -> int:
+    """KV indices kept for the step after a prompt's last piece: none when its first token is also its last."""
+    return min(1, sequence.max_tokens - sequence.num_planned - 1)
 
 
 def _token_places(chunks: list[Chunk], num_decodes: int) -> tuple[np.ndarray, np.ndarray]:

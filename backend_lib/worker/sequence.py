@@ -45,7 +45,9 @@ class Sequence:
     finish: FinishReason = FinishReason.NONE
     last_step: int = -1  # newest planned step that holds this sequence
     pausing: bool = False  # leaves the plans to give its KV to older sequences
+    arrival: int = 0  # its place among all that came
     overtaken: int = 0  # sequences behind it that started before it
+    num_shared: int = 0  # leading tokens whose KV indices belong to the prefix cache
     node: Node | None = None  # its locked end in the prefix cache
     cached_indices: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int32))  # int32, where it began
     known_len: int = field(init=False)  # tokens whose ids the CPU knew at admission; beyond lies the relay table
