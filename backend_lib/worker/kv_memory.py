@@ -85,9 +85,7 @@ class KvMemory:
     def _insert(self, sequence: Sequence, length: int, now: int) -> np.ndarray:
         """Hand the row's first `length` positions to the cache and lock them; indices that it did not need."""
         ids = sequence.known_ids(0, length)
-        node, spare = self.cache.insert(
-            ids, self.kv.table[sequence.row, :length], adapter=sequence.adapter_id, now=now
-        )
+        node, spare = self.cache.insert(ids, self.kv.table[sequence.row, :length], adapter=sequence.adapter_id, now=now)
         self.cache.lock(node)
         if sequence.node is not None:
             self.cache.unlock(sequence.node)

@@ -13,7 +13,6 @@ from backend_lib.worker.admission import OutputHistory, peak
 from backend_lib.worker.kv_memory import KvMemory
 from backend_lib.worker.sequence import Sequence
 
-
 # A sequence that does not fit may be overtaken this often, and at most so many may be passed over at a time.
 MAX_OVERTAKEN = 64
 MAX_PASSED_OVER = 8
@@ -174,10 +173,10 @@ class Scheduler:
         for sequence in self._active():
             if sequence.prefilling:
                 budget, room = self._add_prefill(chunks, sequence, budget, room)
-        while budget and self._may_start() and (sequence := self._next_to_start(room)):
-            room -= self._start(sequence)
-            started.append(sequence)
-            budget, room = self._add_prefill(chunks, sequence, budget, room)
+        while budget and self._may_start() and (next_one := self._next_to_start(room)):
+            room -= self._start(next_one)
+            started.append(next_one)
+            budget, room = self._add_prefill(chunks, next_one, budget, room)
         return chunks, started
 
     def _add_prefill(self, chunks: list[Chunk], sequence: Sequence, budget: int, room: int) -> tuple[int, int]:
