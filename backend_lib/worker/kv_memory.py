@@ -61,10 +61,18 @@ class KvMemory:
         return self.kv.allocate(rows, positions)
 
     def share(self, sequence: Sequence, now: int) -> None:
-        """Let others read a prompt as soon as the step that completes it is planned: they run after it."""
-        if sequence.use_cache:
-            spare = self._insert(sequence, sequence.known_len, now)
-            sequence.num_shared = sequence.known_len - len(spare)
+        """Let others read a prompt as soon as the step that completes it is planned: they run after it.
+
+        Not where another has shared the same tokens meanwhile: this sequence would keep them from eviction beside its
+        own, and hold more than it was admitted for.
+        """
+        if not sequence.use_cache:
+            return
+        ids = sequence.known_ids(0, sequence.known_len)
+        cached = self.cache.match(ids, adapter=sequence.adapter_id, now=now).indices
+        if len(cached) == sequence.num_shared:
+            self._insert(sequence, sequence.known_len, now)
+            sequence.num_shared = sequence.known_len
 
     def release(self, sequence: Sequence, now: int) -> None:
         """Take everything back: no step in flight holds the sequence."""

@@ -252,6 +252,7 @@ class Scheduler:
         sequence.last_step = step
         if was_prefilling and chunk.samples:
             self.memory.share(sequence, step)
+            self._changed = True  # siblings have waited for it
 
     # Ends.
 
