@@ -86,6 +86,11 @@ class KvMemory:
             self.cache.unlock(sequence.node)
         sequence.node, sequence.num_shared = None, 0
 
+    def returned_by(self, sequence: Sequence) -> int:
+        """Indices that can be handed out when a sequence has been released: at least so many, for what it shares with
+        another that leaves is not counted."""
+        return sequence.num_computed - sequence.num_shared + self.cache.locked_alone(sequence.node)
+
     def _match(self, sequence: Sequence, now: int) -> Match:
         length = sequence.known_len - 1 if sequence.use_cache else 0
         return self.cache.match(sequence.known_ids(0, length), adapter=sequence.adapter_id, now=now)

@@ -104,6 +104,14 @@ class PrefixCache:
             node = node.parent
         return count
 
+    def locked_alone(self, node: Node | None) -> int:
+        """Tokens of a node and those above it that one lock keeps: unlocking the node lets them be evicted."""
+        count = 0
+        while node is not None and node.parent is not None and node.locks == 1:
+            count += len(node)
+            node = node.parent
+        return count
+
     def evict(self, num_tokens: int) -> np.ndarray:
         """Drop least recently used leaves until `num_tokens` are freed or nothing unlocked is left; their indices."""
         leaves = [(node.last_used, node.birth, node) for node in self._nodes() if not node.children and not node.locks]

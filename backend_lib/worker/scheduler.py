@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -55,8 +56,8 @@ class Scheduler:
     back only when the last step that held it has been finalized. So nothing that a step in flight reads or writes is
     handed out again.
 
-    Reserve: after each plan at least one KV index is left for every row that goes on, so the next plan's decodes
-    never lack memory. Where that would fail, the newest sequences pause.
+    Reserve: after each plan one KV index is left for every row that goes on, or comes back before the next one, so
+    the next plan's decodes never lack memory. Where that would fail, the newest sequences pause.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Scheduler:
         self._changed = False  # something may start that could not before
         self._arrivals = 0
         self.num_pauses = 0
+        self.num_recomputed = 0  # tokens whose KV was computed once more after a pause
 
     @property
     def idle(self) -> bool:
@@ -108,9 +110,9 @@ class Scheduler:
 
     def plan(self) -> Plan:
         """Decode every running row, then fill the token budget with prompts, oldest first."""
-        self._pause_for_reserve()
-        decodes = self._decode_chunks()
-        prefills, started = self._prefill_chunks(self._room(decodes))
+        active, room = self._keep_reserve()
+        decodes = [Chunk(sequence, sequence.num_computed, 1, True) for sequence in active if not sequence.prefilling]
+        prefills, started = self._prefill_chunks(active, room)
         step, self._next_step = self._next_step, self._next_step + 1
         chunks = decodes + prefills
         rows, positions = _token_places(chunks, len(decodes))
@@ -135,42 +137,48 @@ class Scheduler:
 
     # Decode, and the memory it needs.
 
-    def _active(self) -> list[Sequence]:
-        return [sequence for sequence in self.running if not (sequence.finish or sequence.pausing)]
+    def _keep_reserve(self) -> tuple[list[Sequence], int]:
+        """Pause the newest until there is memory for this step's decodes and the next one's.
 
-    def _decode_chunks(self) -> list[Chunk]:
-        return [
-            Chunk(sequence, sequence.num_computed, 1, True)
-            for sequence in self._active()
-            if not (sequence.prefilling or sequence.exhausted)
-        ]
-
-    def _pause_for_reserve(self) -> None:
-        """Pause the newest until what is available covers this step's decodes and the next one's.
-
-        The oldest always goes on, so that something always ends; what pauses frees its memory a step later at most.
+        The oldest always goes on, so that something always ends. Returns those that go on, in the order in which they
+        started, and the KV indices that prompts may take in this step.
         """
-        active = self._active()
-        wanted = sum(_wanted(sequence, oldest=sequence is active[0]) for sequence in active)
-        while wanted > self.memory.available and len(active) > 1:
-            sequence = active.pop()
-            wanted -= _wanted(sequence, oldest=False)
-            sequence.pausing = True
-            self.num_pauses += 1
-            if sequence.last_step <= self._finalized:
-                self._leave(sequence)
+        active, leaving = self._active()
+        returning = sum(self.memory.returned_by(sequence) for sequence in leaving)
+        wanted = sum(map(_wanted, active))
+        while len(active) > 1 and wanted + _first_piece(active[0]) > self.memory.available + returning:
+            newest = active.pop()
+            wanted -= _wanted(newest)
+            returning += self._pause(newest)
+        num_decodes = sum(not sequence.prefilling for sequence in active)
+        return active, self.memory.available - max(num_decodes, wanted - returning)
 
-    def _room(self, decodes: list[Chunk]) -> int:
-        """KV indices that prompts may take in this step."""
-        return self.memory.available - sum(_wanted(chunk.sequence, oldest=False) for chunk in decodes)
+    def _active(self) -> tuple[list[Sequence], list[Sequence]]:
+        """Running sequences that go on, and those that will be gone before the next plan: the last step that holds
+        them is finalized until then."""
+        active: list[Sequence] = []
+        leaving: list[Sequence] = []
+        for sequence in self.running:
+            ends = sequence.finish or sequence.pausing or sequence.exhausted
+            (leaving if ends else active).append(sequence)
+        return active, leaving
+
+    def _pause(self, sequence: Sequence) -> int:
+        """Take a sequence out of the plans; the KV indices that come back before the next one."""
+        self.num_pauses += 1
+        sequence.pausing = True
+        if sequence.last_step > self._finalized:
+            return self.memory.returned_by(sequence)
+        self._leave(sequence)
+        return 0  # they are back already
 
     # Prompts, and what may start.
 
-    def _prefill_chunks(self, room: int) -> tuple[list[Chunk], list[Sequence]]:
+    def _prefill_chunks(self, active: list[Sequence], room: int) -> tuple[list[Chunk], list[Sequence]]:
         budget = self._prefill_chunk
         chunks: list[Chunk] = []
         started: list[Sequence] = []
-        for sequence in self._active():
+        for sequence in active:
             if sequence.prefilling:
                 budget, room = self._add_prefill(chunks, sequence, budget, room)
         while budget and self._may_start() and (next_one := self._next_to_start(room)):
@@ -192,16 +200,16 @@ class Scheduler:
     def _may_start(self) -> bool:
         """Nothing starts beside a sequence that is about to pause. What did not fit is looked at again when something
         has been given back or has come, and now and then, for estimates change."""
-        if not self._free_rows or any(sequence.pausing for sequence in self.running):
+        if not (self._free_rows and (self._changed or self._next_step % RETRY_STEPS == 0)):
             return False
-        return self._changed or self._next_step % RETRY_STEPS == 0
+        return not any(sequence.pausing for sequence in self.running)
 
     def _next_to_start(self, room: int) -> Sequence | None:
         """The sequence that starts now: a paused one before any other, else the first waiting one that fits."""
         if self.paused:
             candidates = self.paused[:1]
         else:
-            candidates = [sequence for sequence in self.waiting if self._leader_ready(sequence)][:MAX_PASSED_OVER]
+            candidates = list(islice(filter(_leader_ready, self.waiting), MAX_PASSED_OVER))
         for sequence in candidates:
             if self._fits(sequence, room):
                 return sequence
@@ -209,11 +217,6 @@ class Scheduler:
                 break
         self._changed = False
         return None
-
-    def _leader_ready(self, sequence: Sequence) -> bool:
-        """A sibling waits until the leader's prompt can be read, or the leader is no more."""
-        leader = sequence.leader
-        return leader is None or bool(leader.finish) or leader.output_len > 0 or leader.prompt_computed
 
     def _fits(self, sequence: Sequence, room: int) -> bool:
         """Whether a first piece of it fits now, and the peak stays within memory when it joins the running ones."""
@@ -241,6 +244,8 @@ class Scheduler:
         self.running.append(sequence)
         before = self.memory.available
         self.memory.attach(sequence, self._next_step)
+        self.num_recomputed += max(sequence.num_lost - sequence.num_computed, 0)
+        sequence.num_lost = 0
         return before - self.memory.available
 
     def _advance(self, chunk: Chunk, step: int) -> None:
@@ -283,12 +288,20 @@ class Scheduler:
         self._changed = True
 
 
-def _wanted(sequence: Sequence, *, oldest: bool) -> int:
-    """KV indices that a sequence must find: for this step's decode and the next one's. A prompt can wait, but for the
-    oldest's: it takes at least one token's."""
-    if sequence.prefilling:
-        return 1 + _first_decode(sequence) if oldest else 0
-    return min(2, sequence.max_tokens - sequence.num_planned)
+def _leader_ready(sequence: Sequence) -> bool:
+    """A sibling waits until the leader's prompt can be read, or the leader is no more."""
+    leader = sequence.leader
+    return leader is None or bool(leader.finish) or leader.output_len > 0 or leader.prompt_computed
+
+
+def _wanted(sequence: Sequence) -> int:
+    """KV indices that a sequence must find for this step's decode and the next one's. A prompt can wait."""
+    return 0 if sequence.prefilling else min(2, sequence.max_tokens - sequence.num_planned)
+
+
+def _first_piece(sequence: Sequence) -> int:
+    """KV indices for the least that a prompt, if it is one, can go on by."""
+    return 1 + _first_decode(sequence) if sequence.prefilling else 0
 
 
 def _first_decode(sequence: Sequence) -> int:

@@ -45,6 +45,7 @@ class Sequence:
     finish: FinishReason = FinishReason.NONE
     last_step: int = -1  # newest planned step that holds this sequence
     pausing: bool = False  # leaves the plans to give its KV to older sequences
+    num_lost: int = 0  # tokens that were computed when it was paused
     arrival: int = 0  # its place among all that came
     overtaken: int = 0  # sequences behind it that started before it
     num_shared: int = 0  # leading tokens whose KV indices belong to the prefix cache
@@ -82,6 +83,7 @@ class Sequence:
     def rewind(self) -> None:
         """Begin again from the tokens published so far, holding nothing: the sequence has been paused."""
         self.row = -1
+        self.num_lost = self.num_computed
         self.num_computed = 0
         self.pausing = False
         self.known_len = len(self.prompt_ids) + self.output_len

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -12,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from backend_lib.request import FinishReason
 from backend_lib.worker import admission
 from backend_lib.worker import scheduler as scheduler_module
+from backend_lib.worker.admission import OutputHistory
 from backend_lib.worker.scheduler import Plan, Scheduler
 from backend_lib.worker.sequence import Sequence
 from tests.support.scheduling import EOS, OTHER, WORD, Player, check_memory, new_sequence
@@ -42,9 +44,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
         overlap=st.booleans(), kv_tokens=st.integers(8, 50), max_running=st.integers(1, 5), chunk=st.integers(1, 12),
         min_history=st.sampled_from([1, 16]), conservative=st.booleans(),
+        blind=st.booleans(),
     )  # fmt: skip
     def begin(
-        self, overlap: bool, kv_tokens: int, max_running: int, chunk: int, min_history: int, conservative: bool
+        self, overlap: bool, kv_tokens: int, max_running: int, chunk: int, min_history: int, conservative: bool,
+        blind: bool,
     ) -> None:
         self.before = scheduler_module.MAX_OVERTAKEN, scheduler_module.MAX_PASSED_OVER, admission.MIN_HISTORY
         scheduler_module.MAX_OVERTAKEN, scheduler_module.MAX_PASSED_OVER, admission.MIN_HISTORY = 2, 2, min_history
@@ -52,6 +56,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             kv_tokens=kv_tokens, max_running=max_running, prefill_chunk=chunk, conservative=conservative
         )
         self.chunk = chunk
+        if blind:  # whatever the estimate says
+            self.scheduler._history = OutputHistory()
+            self.scheduler._history.remaining = lambda produced, allowed: np.zeros_like(produced)
         self.player = Player(self.scheduler, overlap=overlap)
         self.added: list[Sequence] = []
         self.aborted: set[int] = set()
@@ -113,7 +120,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         was_idle = self.player.idle
         in_flight = self.player.flight
         waiting = list(self.scheduler.waiting)
-        self.next_token = next_token
+        decoded = decodes_next(self.scheduler)
+        assert self.scheduler.memory.available >= len(decoded)
         plan = self.player.step(next_token)
         assert plan.chunks or in_flight or was_idle, "stuck: something waits and nothing runs"
         self._check(plan)
@@ -171,6 +179,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.player.idle, "not all of them have ended"
         scheduler_module.MAX_OVERTAKEN, scheduler_module.MAX_PASSED_OVER, admission.MIN_HISTORY = self.before
         memory = self.scheduler.memory
+        import collections, builtins
+        builtins.STAT = getattr(builtins, "STAT", collections.Counter()); builtins.STAT["pause"] += self.scheduler.num_pauses; builtins.STAT["runs"] += 1
+        builtins.STAT["maxpause"] = max(builtins.STAT["maxpause"], self.scheduler.num_pauses); print(builtins.STAT)
         assert memory.num_used == memory.num_locked == len(self.scheduler._by_slot) == 0
         memory.kv.give_back(memory.cache.clear())
         assert memory.kv.num_free == memory.num_tokens
@@ -186,4 +197,4 @@ def leader_was_ready(leader: Sequence) -> bool:
 
 
 TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(max_examples=200, stateful_step_count=30, deadline=None, phases=[__import__("hypothesis").Phase.generate])
+TestScheduler.settings = settings(max_examples=int(__import__("os").environ.get("N", "200")), stateful_step_count=30, deadline=None, phases=[__import__("hypothesis").Phase.generate])
