@@ -6,6 +6,7 @@ them ends. After "Past-Future Scheduler for LLM Serving under SLA Guarantees" (G
 
 from __future__ import annotations
 
+import bisect
 from collections import deque
 
 import numpy as np
@@ -21,21 +22,24 @@ class OutputHistory:
     """Output lengths of the sequences that ended last. The same on every rank, for it is fed by the plan's ends."""
 
     def __init__(self) -> None:
-        self._lengths: deque[int] = deque(maxlen=HISTORY)
-        self._sorted = np.empty(0, dtype=np.int64)
+        self._lengths: deque[int] = deque()
+        self._sorted: list[int] = []
 
     def add(self, output_len: int) -> None:
+        if len(self._lengths) == HISTORY:
+            del self._sorted[bisect.bisect_left(self._sorted, self._lengths.popleft())]
         self._lengths.append(output_len)
-        self._sorted = np.sort(np.array(self._lengths, dtype=np.int64))
+        bisect.insort(self._sorted, output_len)
 
     def remaining(self, produced: np.ndarray, allowed: np.ndarray) -> np.ndarray:
         """int64 [n] tokens that sequences will still produce, which have `produced` and may have `allowed` in all."""
         if len(self._sorted) < MIN_HISTORY:
             return allowed - produced
-        shorter = np.searchsorted(self._sorted, produced, side="right")
-        longer = len(self._sorted) - shorter
-        place = np.minimum(shorter + (longer * QUANTILE).astype(np.int64), len(self._sorted) - 1)
-        predicted = np.where(longer > 0, self._sorted[place], allowed)
+        lengths = np.array(self._sorted)
+        shorter = np.searchsorted(lengths, produced, side="right")
+        longer = len(lengths) - shorter
+        place = np.minimum(shorter + (longer * QUANTILE).astype(np.int64), len(lengths) - 1)
+        predicted = np.where(longer > 0, lengths[place], allowed)
         return np.clip(predicted, produced + 1, allowed) - produced
 
 

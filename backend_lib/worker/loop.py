@@ -91,6 +91,7 @@ class InferLoop:
             Load(
                 step=self._step, running=len(scheduler.running), waiting=len(scheduler.waiting),
                 paused=len(scheduler.paused), kv_used=scheduler.memory.num_used,
-                cached=scheduler.memory.cache.num_evictable,
+                cached=scheduler.memory.cache.num_evictable, pauses=scheduler.num_pauses,
+                recomputed=scheduler.num_recomputed,
             )
         )  # fmt: skip

@@ -14,7 +14,7 @@ class Node:
     `locks` counts the sequences that read this node or one below it; only an unlocked leaf may be evicted.
     """
 
-    __slots__ = ("birth", "children", "ids", "indices", "last_used", "locks", "parent")
+    __slots__ = ("birth", "children", "ids", "indices", "last_used", "locks", "parent", "queued")
 
     def __init__(self, parent: Node | None, ids: np.ndarray, indices: np.ndarray, birth: int, last_used: int) -> None:
         self.parent = parent
@@ -24,9 +24,14 @@ class Node:
         self.birth = birth
         self.last_used = last_used
         self.locks = 0
+        self.queued = False
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    @property
+    def evictable(self) -> bool:
+        return not self.children and not self.locks and self.parent is not None
 
 
 class Match(NamedTuple):
@@ -45,6 +50,8 @@ class PrefixCache:
     def __init__(self) -> None:
         self._roots: dict[int, Node] = {}
         self._births = 0
+        # Every evictable node once, by when it was used last as far as was known when it came here; others may be left.
+        self._queue: list[tuple[int, int, Node]] = []
         self.num_tokens = 0
         self.num_locked = 0
 
@@ -79,6 +86,7 @@ class PrefixCache:
         leaf = self._new_node(match.node, ids[cached:].copy(), indices[cached:].copy(), now)
         match.node.children[int(leaf.ids[0])] = leaf
         self.num_tokens += len(leaf)
+        self._enqueue(leaf)
         return leaf, spare
 
     def lock(self, node: Node) -> None:
@@ -90,11 +98,13 @@ class PrefixCache:
             node = node.parent
 
     def unlock(self, node: Node) -> None:
+        leaf = node
         while node.parent is not None:
             node.locks -= 1
             if node.locks == 0:
                 self.num_locked -= len(node)
             node = node.parent
+        self._enqueue(leaf)
 
     def unlocked_above(self, node: Node) -> int:
         """Tokens of a node and those above it that nobody has locked: locking the node takes them from eviction."""
@@ -114,16 +124,11 @@ class PrefixCache:
 
     def evict(self, num_tokens: int) -> np.ndarray:
         """Drop least recently used leaves until `num_tokens` are freed or nothing unlocked is left; their indices."""
-        leaves = [(node.last_used, node.birth, node) for node in self._nodes() if not node.children and not node.locks]
-        heapq.heapify(leaves)
         freed, count = [np.empty(0, dtype=np.int32)], 0
-        while leaves and count < num_tokens:
-            leaf = heapq.heappop(leaves)[2]
-            freed.append(self._drop(leaf))
+        while count < num_tokens and (leaf := self._next_leaf()):
+            freed.append(leaf.indices)
             count += len(leaf)
-            parent = leaf.parent
-            if parent is not None and parent.parent is not None and not parent.children and not parent.locks:
-                heapq.heappush(leaves, (parent.last_used, parent.birth, parent))
+            self._drop(leaf)
         return np.concatenate(freed)
 
     def clear(self) -> np.ndarray:
@@ -150,20 +155,26 @@ class PrefixCache:
         node.parent, node.ids, node.indices = upper, node.ids[at:], node.indices[at:]
         return upper
 
-    def _drop(self, leaf: Node) -> np.ndarray:
+    def _enqueue(self, node: Node) -> None:
+        if node.evictable and not node.queued:
+            node.queued = True
+            heapq.heappush(self._queue, (node.last_used, node.birth, node))
+
+    def _next_leaf(self) -> Node | None:
+        """Take the least recently used evictable node from the queue. One that was used since goes back in."""
+        while self._queue:
+            last_used, _, node = heapq.heappop(self._queue)
+            node.queued = False
+            if node.evictable and node.last_used == last_used:
+                return node
+            self._enqueue(node)
+        return None
+
+    def _drop(self, leaf: Node) -> None:
         assert leaf.parent is not None
         del leaf.parent.children[int(leaf.ids[0])]
         self.num_tokens -= len(leaf)
-        return leaf.indices
-
-    def _nodes(self) -> list[Node]:
-        pending = [child for root in self._roots.values() for child in root.children.values()]
-        nodes = []
-        while pending:
-            node = pending.pop()
-            nodes.append(node)
-            pending.extend(node.children.values())
-        return nodes
+        self._enqueue(leaf.parent)
 
 
 def _common(left: np.ndarray, right: np.ndarray) -> int:
