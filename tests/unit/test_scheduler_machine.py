@@ -47,7 +47,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         blind=st.booleans(),
     )  # fmt: skip
     def begin(
-        self, overlap: bool, kv_tokens: int, max_running: int, chunk: int, min_history: int, conservative: bool,
+        self,
+        overlap: bool,
+        kv_tokens: int,
+        max_running: int,
+        chunk: int,
+        min_history: int,
+        conservative: bool,
         blind: bool,
     ) -> None:
         self.before = scheduler_module.MAX_OVERTAKEN, scheduler_module.MAX_PASSED_OVER, admission.MIN_HISTORY
@@ -180,8 +186,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         scheduler_module.MAX_OVERTAKEN, scheduler_module.MAX_PASSED_OVER, admission.MIN_HISTORY = self.before
         memory = self.scheduler.memory
         import collections, builtins
-        builtins.STAT = getattr(builtins, "STAT", collections.Counter()); builtins.STAT["pause"] += self.scheduler.num_pauses; builtins.STAT["runs"] += 1
-        builtins.STAT["maxpause"] = max(builtins.STAT["maxpause"], self.scheduler.num_pauses); print(builtins.STAT)
+
+        builtins.STAT = getattr(builtins, "STAT", collections.Counter())
+        builtins.STAT["pause"] += self.scheduler.num_pauses
+        builtins.STAT["runs"] += 1
+        builtins.STAT["maxpause"] = max(builtins.STAT["maxpause"], self.scheduler.num_pauses)
+        print(builtins.STAT)
         assert memory.num_used == memory.num_locked == len(self.scheduler._by_slot) == 0
         memory.kv.give_back(memory.cache.clear())
         assert memory.kv.num_free == memory.num_tokens
@@ -197,4 +207,9 @@ def leader_was_ready(leader: Sequence) -> bool:
 
 
 TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(max_examples=int(__import__("os").environ.get("N", "200")), stateful_step_count=30, deadline=None, phases=[__import__("hypothesis").Phase.generate])
+TestScheduler.settings = settings(
+    max_examples=int(__import__("os").environ.get("N", "200")),
+    stateful_step_count=30,
+    deadline=None,
+    phases=[__import__("hypothesis").Phase.generate],
+)
