@@ -33,7 +33,9 @@ class Publisher:
         self._touched[SlotRef(sequence.slot, sequence.generation)] = (sequence, True)
 
     def started(self, sequence: Sequence) -> None:
-        self._stamp("first_scheduled_ns", sequence)
+        """The sequence has its row, for the first time or after a pause."""
+        if not self._slots.headers["first_scheduled_ns"][sequence.slot]:
+            self._stamp("first_scheduled_ns", sequence)
 
     def failed(self, slot: int, generation: int, error: str) -> None:
         """A sequence that could not be prepared: an error, and nothing held."""

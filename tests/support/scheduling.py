@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from itertools import chain
 
 import numpy as np
 
@@ -94,8 +95,9 @@ class Player:
         return self.scheduler.idle and self.flight is None
 
     def step(self, next_token: Callable[[], int] = lambda: WORD) -> Plan:
-        before = self.flight
+        before, waiting = self.flight, list(self.scheduler.waiting)
         plan = self.scheduler.plan()
+        check_started(self.scheduler, plan, waiting)
         self.flight = Flight(plan, self.scheduler) if plan.chunks else None
         if before:
             check_fence(before, plan)
@@ -124,6 +126,19 @@ class Player:
             if not sequence.finish:
                 sequence.accept(token)
         self.left += self.scheduler.finalize(flight.plan)
+
+
+def check_started(scheduler: Scheduler, plan: Plan, waiting: list[Sequence]) -> None:
+    """Nothing starts beside one that pauses; then the paused, the oldest first, and after the last of them what waits
+    and has no leader to wait for."""
+    resumed = [sequence for sequence in plan.started if sequence not in waiting]
+    new = plan.started[len(resumed) :]
+    assert not (plan.started and any(sequence.pausing for sequence in scheduler.running))
+    assert not (new and scheduler.paused) and all(sequence in waiting for sequence in new)
+    arrivals = [sequence.arrival for sequence in resumed + scheduler.paused]
+    assert arrivals == sorted(arrivals)
+    leaders = [sequence.leader for sequence in new if sequence.leader is not None]
+    assert all(leader.finish or leader.output_len or leader.prompt_computed for leader in leaders)
 
 
 def check_fence(before: Flight, plan: Plan) -> None:
@@ -158,7 +173,7 @@ def check_memory(scheduler: Scheduler, *flights: Flight | None) -> None:
     free = memory.kv._free[: memory.kv.num_free].tolist()
     held = [table[each.row, each.num_shared : each.num_computed].tolist() for each in running]
     cached = [node.indices.tolist() for node in nodes]
-    owned = Counter(sum(held, free) + sum(cached, []))
+    owned = Counter(chain(free, *held, *cached))
     assert owned == Counter(range(memory.num_tokens)), (owned, free, held, cached, running)
     assert memory.num_used == sum(map(len, held)) + memory.num_locked
     locks = Counter(node for each in running for node in path_to(each.node))

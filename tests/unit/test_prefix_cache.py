@@ -68,7 +68,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.used |= {(adapter, *ids[:n]): self.now for n in range(1, len(ids) + 1)}
 
     def _expected(self, adapter: int, ids: list[int]) -> list[int]:
-        return [self.index[adapter, *ids[: n + 1]] for n in range(len(ids))]
+        return [self.index[(adapter, *ids[: n + 1])] for n in range(len(ids))]
 
     @rule()
     def time_passes(self) -> None:
@@ -111,7 +111,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         given[:] = -1  # the tree has its own copy
         assert spare.tolist() == fresh[: cached - read]
         for n in range(cached, len(ids)):
-            self.index[adapter, *ids[: n + 1]] = indices[n]
+            self.index[(adapter, *ids[: n + 1])] = indices[n]
         self._touch(adapter, ids)
         assert any(node is each and path == (adapter, *ids) for path, each in self._nodes()) == bool(ids)
         if lock:

@@ -96,6 +96,14 @@ def test_times_are_stamped_once(it) -> None:
     assert stamps[0][1] == stamps[1][1] == 0
 
 
+def test_a_sequence_that_goes_on_after_a_pause_was_scheduled_when_it_began(it) -> None:
+    sequence = it.sequence(0)
+    it.publisher.started(sequence)
+    scheduled = int(it.headers["first_scheduled_ns"][0])
+    it.publisher.started(sequence)
+    assert int(it.headers["first_scheduled_ns"][0]) == scheduled
+
+
 def test_one_that_could_not_be_prepared_is_over_with_words(it) -> None:
     it.sequence(0)
     it.publisher.failed(0, 3, "x" * 300)

@@ -125,13 +125,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _step(self, next_token) -> None:
         was_idle = self.player.idle
         in_flight = self.player.flight
-        waiting = list(self.scheduler.waiting)
         decoded = decodes_next(self.scheduler)
         assert self.scheduler.memory.available >= len(decoded)
         plan = self.player.step(next_token)
         assert plan.chunks or in_flight or was_idle, "stuck: something waits and nothing runs"
         self._check(plan)
-        self._check_started(plan, waiting)
         while self.player.left:
             self._leave(self.player.left.pop())
 
@@ -145,13 +143,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         for chunk in plan.chunks:
             assert chunk.start == self.computed[chunk.sequence.slot] and chunk.length > 0
             self.computed[chunk.sequence.slot] += chunk.length
-
-    def _check_started(self, plan: Plan, waiting: list[Sequence]) -> None:
-        """The oldest paused one first, and no new one before the last of them."""
-        new = [sequence for sequence in plan.started if sequence in waiting]
-        resumed = [sequence.arrival for sequence in plan.started if sequence not in waiting]
-        assert resumed == sorted(resumed)
-        assert all(sequence.leader is None or leader_was_ready(sequence.leader) for sequence in new)
 
     def _leave(self, sequence: Sequence) -> None:
         assert sequence.finish and sequence.slot not in self.gone
@@ -185,13 +176,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.player.idle, "not all of them have ended"
         scheduler_module.MAX_OVERTAKEN, scheduler_module.MAX_PASSED_OVER, admission.MIN_HISTORY = self.before
         memory = self.scheduler.memory
-        import collections, builtins
-
-        builtins.STAT = getattr(builtins, "STAT", collections.Counter())
-        builtins.STAT["pause"] += self.scheduler.num_pauses
-        builtins.STAT["runs"] += 1
-        builtins.STAT["maxpause"] = max(builtins.STAT["maxpause"], self.scheduler.num_pauses)
-        print(builtins.STAT)
         assert memory.num_used == memory.num_locked == len(self.scheduler._by_slot) == 0
         memory.kv.give_back(memory.cache.clear())
         assert memory.kv.num_free == memory.num_tokens
@@ -202,14 +186,88 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert sequence.finish is FinishReason.EOS or (full and sequence.finish is FinishReason.LENGTH)
 
 
-def leader_was_ready(leader: Sequence) -> bool:
-    return bool(leader.finish) or leader.output_len > 0 or leader.prompt_computed
-
-
 TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(
-    max_examples=int(__import__("os").environ.get("N", "200")),
-    stateful_step_count=30,
-    deadline=None,
-    phases=[__import__("hypothesis").Phase.generate],
-)
+TestScheduler.settings = settings(max_examples=200, stateful_step_count=30, deadline=None)
+
+
+class RandomLife:
+    """Much of everything in too little memory: the same seed, the same life."""
+
+    def __init__(self, seed: int, *, overlap: bool) -> None:
+        self.rng = rng = random.Random(seed)
+        self.kv_tokens = rng.randint(18, 60)
+        self.player = Player(
+            new_scheduler(kv_tokens=self.kv_tokens, max_running=rng.randint(2, 6), prefill_chunk=rng.randint(1, 12)),
+            overlap=overlap,
+        )
+        self.added: list[Sequence] = []
+        self.plans: list[tuple] = []
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            self._commands()
+            self.step()
+
+    def step(self) -> None:
+        plan = self.player.step(lambda: self.rng.choice([WORD, WORD, WORD, WORD, OTHER, OTHER, OTHER, EOS]))
+        chunks = [(chunk.sequence.slot, *chunk[1:]) for chunk in plan.chunks]
+        arrays = [plan.rows, plan.positions, plan.kv_index, *(each.cached_indices for each in plan.started)]
+        started = [(each.slot, each.row) for each in plan.started]
+        self.plans.append((plan.step, plan.num_decodes, chunks, started, [each.tobytes() for each in arrays]))
+
+    def drain(self) -> None:
+        left = [each for each in self.added if each not in self.player.left and not each.finish]
+        for _ in range(sum(each.kv_need + 4 for each in left) + 4):
+            if not self.player.idle:
+                self.step()
+        assert self.player.idle, "not all of them have ended"
+
+    def _commands(self) -> None:
+        rng = self.rng
+        for _ in range(rng.choice([0, 0, 0, 1, 2]) if len(self.player.scheduler.waiting) < 8 else 0):
+            prompt = rng.choice(BEGINNINGS)[: rng.randint(1, 12)] + rng.choices([5, 6], k=rng.randint(0, 2))
+            fields = {"adapter_id": rng.choice([0, 0, 0, 1]), "use_cache": rng.random() < 0.8}
+            if self.added and rng.random() < 0.2:
+                fields["leader"] = leader = rng.choice(self.added[-4:])
+                prompt = leader.prompt_ids.tolist()
+            max_tokens = rng.randint(1, min(24, self.kv_tokens + 1 - len(prompt)))
+            self.added.append(new_sequence(len(self.added), prompt, max_tokens, **fields))
+            self.player.scheduler.add(self.added[-1])
+        if self.added and rng.random() < 0.03:
+            gone = self.player.scheduler.abort(rng.choice(self.added[-8:]).slot, 1)
+            self.player.left += [gone] if gone else []
+
+
+@pytest.fixture
+def blind(monkeypatch) -> None:
+    """The estimate lets anything start, so that pauses must repair it."""
+    monkeypatch.setattr(scheduler_module, "peak", lambda held, remaining: 0)
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["no overlap", "overlap"])
+def test_long_lives_in_too_little_memory(blind, overlap: bool) -> None:
+    num_pauses = num_recomputed = 0
+    for seed in range(25):
+        life = RandomLife(seed, overlap=overlap)
+        life.run(120)
+        life.drain()
+        scheduler = life.player.scheduler
+        assert sorted(each.slot for each in life.player.left) == list(range(len(life.added)))
+        assert scheduler.memory.num_used == 0
+        for each in life.added:
+            assert each.finish and (each.finish is not FinishReason.LENGTH or each.output_len == each.max_tokens)
+        num_pauses += scheduler.num_pauses
+        num_recomputed += scheduler.num_recomputed
+    assert num_pauses > 300 and num_recomputed > 300
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["no overlap", "overlap"])
+def test_two_ranks_make_the_same_plans(overlap: bool) -> None:
+    """Fed the same commands and tokens. That plans depend on nothing else is what tensor parallel stands on."""
+    for seed in range(5):
+        lives = [RandomLife(seed, overlap=overlap) for _ in range(2)]
+        for _ in range(150):
+            for life in lives:
+                life.run(1)
+        assert lives[0].plans == lives[1].plans
+        assert any(started for *_, started, _ in lives[0].plans)
