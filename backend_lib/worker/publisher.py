@@ -33,8 +33,8 @@ class Publisher:
         self._touched[SlotRef(sequence.slot, sequence.generation)] = (sequence, True)
 
     def started(self, sequence: Sequence) -> None:
-        """The sequence has its row, for the first time or after a pause."""
-        if not self._slots.headers["first_scheduled_ns"][sequence.slot]:
+        """The sequence has its row. The router takes a new stamp for a new worker's beginning, so a pause makes none."""
+        if not sequence.num_pauses:
             self._stamp("first_scheduled_ns", sequence)
 
     def failed(self, slot: int, generation: int, error: str) -> None:

@@ -45,6 +45,7 @@ class Sequence:
     finish: FinishReason = FinishReason.NONE
     last_step: int = -1  # newest planned step that holds this sequence
     pausing: bool = False  # leaves the plans to give its KV to older sequences
+    num_pauses: int = 0
     num_lost: int = 0  # tokens that were computed when it was paused
     arrival: int = 0  # its place among all that came
     overtaken: int = 0  # sequences behind it that started before it
@@ -86,6 +87,7 @@ class Sequence:
         self.num_lost = self.num_computed
         self.num_computed = 0
         self.pausing = False
+        self.num_pauses += 1
         self.known_len = len(self.prompt_ids) + self.output_len
         self.num_planned = self.output_len
 

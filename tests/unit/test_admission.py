@@ -25,9 +25,9 @@ def test_the_peak_is_that_of_a_life_played_out(sequences: list[tuple[int, int]])
 
 
 def test_the_peak_of_three() -> None:
-    """When the last has 2 to go it is 4 + 6 + 12; when only the first is left, 10."""
-    assert peak(np.array([1, 3, 10]), np.array([9, 3, 2])) == 20
-    assert peak(np.array([1, 3, 10]), np.array([30, 3, 2])) == 31
+    """The third is the first to end: then they hold 3, 5 and 12. When the second ends, 4 and 6; the first, 10."""
+    assert peak(np.array([1, 3, 10]), np.array([9, 3, 2])) == 3 + 5 + 12
+    assert peak(np.array([1, 3, 10]), np.array([30, 3, 2])) == 1 + 30
     assert peak(np.array([], dtype=int), np.array([], dtype=int)) == 0
 
 
