@@ -18,7 +18,10 @@ class WorkerState(IntEnum):
 
 
 class Load(NamedTuple):
-    """Gauges of a running worker. `kv_used` includes what in-flight steps still hold."""
+    """Gauges of a running worker, and counts since it came up.
+
+    `kv_used` includes what in-flight steps still hold. `recomputed`: tokens computed once more after a pause.
+    """
 
     step: int
     running: int
@@ -26,6 +29,8 @@ class Load(NamedTuple):
     paused: int
     kv_used: int
     cached: int
+    pauses: int
+    recomputed: int
 
 
 _STATE, _TIME, _KV_TOKENS, _ERROR_LEN = range(4)

@@ -22,10 +22,6 @@ class KvCache:
     def num_free(self) -> int:
         return self._num_free
 
-    @property
-    def num_used(self) -> int:
-        return self.num_tokens - self._num_free
-
     def allocate(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """int64 [T] indices for the T places (rows[t], positions[t]). The caller has made sure that there is room."""
         count = len(rows)
@@ -35,7 +31,7 @@ class KvCache:
         self.table[rows, positions] = indices
         return indices
 
-    def free(self, row: int, num_tokens: int) -> None:
-        """Give back the indices of a row's first `num_tokens` positions."""
-        self._free[self._num_free : self._num_free + num_tokens] = self.table[row, :num_tokens][::-1]
-        self._num_free += num_tokens
+    def give_back(self, indices: np.ndarray) -> None:
+        """Make indices free again."""
+        self._free[self._num_free : self._num_free + len(indices)] = indices[::-1]
+        self._num_free += len(indices)

@@ -89,7 +89,9 @@ class InferLoop:
         self._step += 1
         self._status.set_load(
             Load(
-                step=self._step, running=len(scheduler.running), waiting=len(scheduler.waiting), paused=0,
-                kv_used=scheduler.kv.num_used, cached=0,
+                step=self._step, running=len(scheduler.running), waiting=len(scheduler.waiting),
+                paused=len(scheduler.paused), kv_used=scheduler.memory.num_used,
+                cached=scheduler.memory.cache.num_evictable, pauses=scheduler.num_pauses,
+                recomputed=scheduler.num_recomputed,
             )
         )  # fmt: skip

@@ -33,7 +33,9 @@ class Publisher:
         self._touched[SlotRef(sequence.slot, sequence.generation)] = (sequence, True)
 
     def started(self, sequence: Sequence) -> None:
-        self._stamp("first_scheduled_ns", sequence)
+        """The sequence has its row. The router takes a new stamp for a new worker's beginning, so a pause makes none."""
+        if not sequence.num_pauses:
+            self._stamp("first_scheduled_ns", sequence)
 
     def failed(self, slot: int, generation: int, error: str) -> None:
         """A sequence that could not be prepared: an error, and nothing held."""

@@ -129,6 +129,8 @@ class Runner:
     def _start_row(self, sequence: Sequence) -> None:
         self._sampler.set_row(sequence)
         self._relay[sequence.row] = POISON
+        cached = sequence.cached_indices
+        self._kv_table[sequence.row, : len(cached)] = torch.from_numpy(cached)
 
 
 class StagedBatch:

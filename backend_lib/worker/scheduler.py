@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections import deque
+import bisect
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
 
 from backend_lib.request import FinishReason
-from backend_lib.worker.kv_cache import KvCache
+from backend_lib.worker.admission import OutputHistory, peak
+from backend_lib.worker.kv_memory import KvMemory
 from backend_lib.worker.sequence import Sequence
+
+# A sequence that does not fit may be overtaken this often, and at most so many may be passed over at a time.
+MAX_OVERTAKEN = 64
+MAX_PASSED_OVER = 8
+# Steps after which what did not fit is looked at again though nothing has ended.
+RETRY_STEPS = 16
 
 
 class Chunk(NamedTuple):
@@ -42,123 +50,263 @@ class Plan:
 
 
 class Scheduler:
-    """Owns the waiting list, the rows and the KV bookkeeping of a group.
+    """Owns the waiting list, the rows and the KV memory of a group.
 
-    Fence: a sequence that has ended leaves the next plan at once, but its row and KV indices are given back only when
-    the last step that held it has been finalized. So nothing that a step in flight reads or writes is handed out again.
+    Fence: a sequence that has ended or is to pause leaves the next plan at once, but its row and KV indices are given
+    back only when the last step that held it has been finalized. So nothing that a step in flight reads or writes is
+    handed out again.
+
+    Reserve: after each plan one KV index is left for every row that goes on, or comes back before the next one, so
+    the next plan's decodes never lack memory. Where that would fail, the newest sequences pause.
     """
 
-    def __init__(self, *, kv_tokens: int, max_running: int, max_model_len: int, prefill_chunk: int) -> None:
-        self.kv = KvCache(num_tokens=kv_tokens, num_rows=max_running, max_len=max_model_len)
-        self.running: list[Sequence] = []
-        self.waiting: deque[Sequence] = deque()
+    def __init__(
+        self, *, kv_tokens: int, max_running: int, max_model_len: int, prefill_chunk: int, conservative: bool = False
+    ) -> None:
+        self.memory = KvMemory(num_tokens=kv_tokens, num_rows=max_running, max_len=max_model_len)
+        self.running: list[Sequence] = []  # in the order in which they started; pausing ones until they have left
+        self.waiting: list[Sequence] = []
+        self.paused: list[Sequence] = []  # oldest first
         self._free_rows = list(range(max_running - 1, -1, -1))
-        self._reserved = 0  # KV indices that the running sequences may come to hold
         self._prefill_chunk = prefill_chunk
+        self._history = None if conservative else OutputHistory()
         self._by_slot: dict[tuple[int, int], Sequence] = {}
         self._next_step = 0
         self._finalized = -1
+        self._changed = False  # something may start that could not before
+        self._arrivals = 0
+        self.num_pauses = 0
+        self.num_recomputed = 0  # tokens whose KV was computed once more after a pause
 
     @property
     def idle(self) -> bool:
-        return not self.running and not self.waiting
+        return not (self.running or self.waiting or self.paused)
+
+    def find(self, slot: int, generation: int) -> Sequence | None:
+        return self._by_slot.get((slot, generation))
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence. Raises ValueError when it can never start: it would keep all behind it waiting for ever."""
-        if sequence.kv_need > self.kv.num_tokens:
+        if sequence.kv_need > self.memory.num_tokens:
             raise ValueError(
-                f"the sequence needs room for {sequence.kv_need} tokens; the KV cache holds {self.kv.num_tokens}"
+                f"the sequence needs room for {sequence.kv_need} tokens; the KV cache holds {self.memory.num_tokens}"
             )
         self._by_slot[sequence.slot, sequence.generation] = sequence
         self.waiting.append(sequence)
+        self._arrivals += 1
+        sequence.arrival = self._arrivals
+        self._changed = True
 
     def abort(self, slot: int, generation: int) -> Sequence | None:
         """End a sequence whatever its stage. Returns it when it is gone at once; None: unknown, or a step holds it."""
-        sequence = self._by_slot.get((slot, generation))
+        sequence = self.find(slot, generation)
         if sequence is None or sequence.finish:
             return None
         sequence.finish = FinishReason.CANCELLED
         if sequence.last_step > self._finalized:
             return None
-        self._release(sequence)
+        self._forget(sequence)
         return sequence
 
     def plan(self) -> Plan:
         """Decode every running row, then fill the token budget with prompts, oldest first."""
-        decodes = self._decode_chunks()
-        prefills, started = self._prefill_chunks()
+        active, room = self._keep_reserve()
+        decodes = [Chunk(sequence, sequence.num_computed, 1, True) for sequence in active if not sequence.prefilling]
+        prefills, started = self._prefill_chunks(active, room)
         step, self._next_step = self._next_step, self._next_step + 1
         chunks = decodes + prefills
+        rows, positions = _token_places(chunks, len(decodes))
+        kv_index = self.memory.allocate(rows, positions)
         for chunk in chunks:
             self._advance(chunk, step)
-        rows, positions = _token_places(chunks, len(decodes))
         return Plan(
             step=step, chunks=chunks, num_decodes=len(decodes), rows=rows, positions=positions,
-            kv_index=self.kv.allocate(rows, positions), started=started,
+            kv_index=kv_index, started=started,
         )  # fmt: skip
 
     def finalize(self, plan: Plan) -> list[Sequence]:
-        """Give back what sequences held that have ended and that no later step holds; returns them."""
+        """Take back what sequences held that no later step holds: those that have ended, which are returned, and
+        those that pause."""
         self._finalized = plan.step
-        ended = [chunk.sequence for chunk in plan.chunks if chunk.sequence.finish]
-        gone = [sequence for sequence in ended if sequence.last_step == plan.step]
-        for sequence in gone:
-            self._release(sequence)
+        left = [chunk.sequence for chunk in plan.chunks if chunk.sequence.finish or chunk.sequence.pausing]
+        gone = []
+        for sequence in left:
+            if sequence.last_step == plan.step:
+                gone += self._leave(sequence)
         return gone
 
-    def _decode_chunks(self) -> list[Chunk]:
-        return [
-            Chunk(sequence, sequence.num_computed, 1, True)
-            for sequence in self.running
-            if not (sequence.prefilling or sequence.finish or sequence.exhausted)
-        ]
+    # Decode, and the memory it needs.
 
-    def _prefill_chunks(self) -> tuple[list[Chunk], list[Sequence]]:
-        budget = self._prefill_chunk
-        chunks = []
+    def _keep_reserve(self) -> tuple[list[Sequence], int]:
+        """Pause the newest until there is memory for this step's decodes and the next one's.
+
+        The oldest always goes on, so that something always ends. Returns those that go on, in the order in which they
+        started, and the KV indices that prompts may take in this step.
+        """
+        active, leaving = self._active()
+        returning = sum(self.memory.returned_by(sequence) for sequence in leaving)
+        wanted = sum(map(_wanted, active))
+        while len(active) > 1 and wanted + _first_piece(active[0]) > self.memory.available + returning:
+            newest = active.pop()
+            wanted -= _wanted(newest)
+            returning += self._pause(newest)
+        num_decodes = sum(not sequence.prefilling for sequence in active)
+        return active, self.memory.available - max(num_decodes, wanted - returning)
+
+    def _active(self) -> tuple[list[Sequence], list[Sequence]]:
+        """Running sequences that go on, and those that will be gone before the next plan: the last step that holds
+        them is finalized until then."""
+        active: list[Sequence] = []
+        leaving: list[Sequence] = []
         for sequence in self.running:
-            if budget and sequence.prefilling and not sequence.finish:
-                chunks.append(_prefill_chunk(sequence, budget))
-                budget -= chunks[-1].length
-        started = []
-        while budget and self.waiting and self._fits(self.waiting[0]):
-            started.append(self._start(self.waiting.popleft()))
-            chunks.append(_prefill_chunk(started[-1], budget))
-            budget -= chunks[-1].length
+            ends = sequence.finish or sequence.pausing or sequence.exhausted
+            (leaving if ends else active).append(sequence)
+        return active, leaving
+
+    def _pause(self, sequence: Sequence) -> int:
+        """Take a sequence out of the plans; the KV indices that come back before the next one."""
+        self.num_pauses += 1
+        sequence.pausing = True
+        if sequence.last_step > self._finalized:
+            return self.memory.returned_by(sequence)
+        self._leave(sequence)
+        return 0  # they are back already
+
+    # Prompts, and what may start.
+
+    def _prefill_chunks(self, active: list[Sequence], room: int) -> tuple[list[Chunk], list[Sequence]]:
+        budget = self._prefill_chunk
+        chunks: list[Chunk] = []
+        started: list[Sequence] = []
+        for sequence in active:
+            if sequence.prefilling:
+                budget, room = self._add_prefill(chunks, sequence, budget, room)
+        while budget and self._may_start() and (next_one := self._next_to_start(room)):
+            room -= self._start(next_one)
+            started.append(next_one)
+            budget, room = self._add_prefill(chunks, next_one, budget, room)
         return chunks, started
 
-    def _fits(self, sequence: Sequence) -> bool:
-        """A sequence starts when all it can ever hold is free, so that decode never lacks KV."""
-        return bool(self._free_rows) and self._reserved + sequence.kv_need <= self.kv.num_tokens
+    def _add_prefill(self, chunks: list[Chunk], sequence: Sequence, budget: int, room: int) -> tuple[int, int]:
+        """Plan as much of a prompt as token budget and memory allow; what is left of both."""
+        left = sequence.known_len - sequence.num_computed
+        keep = _first_decode(sequence)
+        length = min(budget, left, room - keep)
+        if length <= 0:
+            return budget, room
+        chunks.append(Chunk(sequence, sequence.num_computed, length, length == left))
+        return budget - length, room - length - (keep if length == left else 0)
 
-    def _start(self, sequence: Sequence) -> Sequence:
+    def _may_start(self) -> bool:
+        """Nothing starts beside a sequence that is about to pause. What did not fit is looked at again when something
+        has been given back or has come, and now and then, for estimates change."""
+        if not (self._free_rows and (self._changed or self._next_step % RETRY_STEPS == 0)):
+            return False
+        return not any(sequence.pausing for sequence in self.running)
+
+    def _next_to_start(self, room: int) -> Sequence | None:
+        """The sequence that starts now: a paused one before any other, else the first waiting one that fits."""
+        if self.paused:
+            candidates = self.paused[:1]
+        else:
+            candidates = list(islice(filter(_leader_ready, self.waiting), MAX_PASSED_OVER))
+        for sequence in candidates:
+            if self._fits(sequence, room):
+                return sequence
+            if sequence.overtaken >= MAX_OVERTAKEN:
+                break
+        self._changed = False
+        return None
+
+    def _fits(self, sequence: Sequence, room: int) -> bool:
+        """Whether a first piece of it fits now, and the peak stays within memory when it joins the running ones."""
+        cached, pinned = self.memory.cached_for(sequence, self._next_step)
+        if room - pinned <= _first_decode(sequence):
+            return False
+        if not self.running:
+            return True
+        members = [*self.running, sequence]
+        held = [max(member.known_len, member.num_computed) - member.num_shared for member in self.running]
+        produced = np.array([member.num_planned for member in members])
+        allowed = np.array([member.max_tokens for member in members])
+        remaining = self._history.remaining(produced, allowed) if self._history else allowed - produced
+        return self.memory.num_locked + pinned + peak(np.array([*held, sequence.known_len - cached]), remaining) <= (
+            self.memory.num_tokens
+        )
+
+    def _start(self, sequence: Sequence) -> int:
+        """Give a sequence its row and the cached part of its prompt; indices that can no longer be evicted for it."""
+        queue = self.paused if self.paused else self.waiting
+        for passed in queue[: queue.index(sequence)]:
+            passed.overtaken += 1
+        queue.remove(sequence)
         sequence.row = self._free_rows.pop()
-        self._reserved += sequence.kv_need
         self.running.append(sequence)
-        return sequence
+        before = self.memory.available
+        self.memory.attach(sequence, self._next_step)
+        self.num_recomputed += max(sequence.num_lost - sequence.num_computed, 0)
+        sequence.num_lost = 0
+        return before - self.memory.available
 
     def _advance(self, chunk: Chunk, step: int) -> None:
         """Count the chunk as computed. Its token values are not needed for that."""
         sequence = chunk.sequence
+        was_prefilling = sequence.prefilling
         sequence.num_computed += chunk.length
         sequence.num_planned += chunk.samples
         sequence.last_step = step
+        if was_prefilling and chunk.samples:
+            self.memory.share(sequence, step)
+            self._changed = True  # siblings have waited for it
 
-    def _release(self, sequence: Sequence) -> None:
+    # Ends.
+
+    def _leave(self, sequence: Sequence) -> list[Sequence]:
+        """The last step that held a sequence is over: forget it if it has ended, queue it again if it pauses."""
+        if sequence.finish:
+            self._forget(sequence)
+            return [sequence]
+        self._vacate(sequence)
+        sequence.rewind()
+        bisect.insort(self.paused, sequence, key=lambda each: each.arrival)
+        return []
+
+    def _forget(self, sequence: Sequence) -> None:
         del self._by_slot[sequence.slot, sequence.generation]
         if sequence.row < 0:
-            self.waiting.remove(sequence)
+            (self.paused if sequence in self.paused else self.waiting).remove(sequence)
+            self._changed = True
             return
+        if self._history and sequence.finish is not FinishReason.CANCELLED:
+            self._history.add(sequence.output_len)  # a cancelled length says nothing of the others
+        self._vacate(sequence)
+
+    def _vacate(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
-        self.kv.free(sequence.row, sequence.num_computed)
+        self.memory.release(sequence, self._next_step)
         self._free_rows.append(sequence.row)
-        self._reserved -= sequence.kv_need
+        self._changed = True
 
 
-def _prefill_chunk(sequence: Sequence, budget: int) -> Chunk:
-    length = min(budget, sequence.known_len - sequence.num_computed)
-    last = sequence.num_computed + length == sequence.known_len
-    return Chunk(sequence, sequence.num_computed, length, last)
+def _leader_ready(sequence: Sequence) -> bool:
+    """A sibling waits until the leader's prompt can be read, or the leader is no more."""
+    leader = sequence.leader
+    return leader is None or bool(leader.finish) or leader.output_len > 0 or leader.prompt_computed
+
+
+def _wanted(sequence: Sequence) -> int:
+    """KV indices that a sequence must find for this step's decode and the next one's. A prompt can wait."""
+    return 0 if sequence.prefilling else min(2, sequence.max_tokens - sequence.num_planned)
+
+
+def _first_piece(sequence: Sequence) -> int:
+    """KV indices for the least that a prompt, if it is one, can go on by."""
+    return 1 + _first_decode(sequence) if sequence.prefilling else 0
+
+
+def _first_decode(sequence: Sequence) -> int:
+    """KV indices kept for the step after a prompt's last piece: none when its first token is also its last."""
+    return min(1, sequence.max_tokens - sequence.num_planned - 1)
 
 
 def _token_places(chunks: list[Chunk], num_decodes: int) -> tuple[np.ndarray, np.ndarray]:

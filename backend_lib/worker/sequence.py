@@ -9,6 +9,7 @@ import numpy as np
 
 from backend_lib.arena import SlotTable
 from backend_lib.request import FinishReason
+from backend_lib.worker.prefix_cache import Node
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -31,6 +32,9 @@ class Sequence:
     top_p: float = 1.0
     seed: int = 0
     sequence_index: int = 0
+    adapter_id: int = 0
+    use_cache: bool = True  # read the prefix cache, and leave what was computed in it
+    leader: Sequence | None = None  # the sibling that computes the prompt for this one
     eos_token_ids: frozenset[int] = frozenset()
     stop_token_ids: frozenset[int] = frozenset()
 
@@ -40,6 +44,14 @@ class Sequence:
     output_len: int = 0
     finish: FinishReason = FinishReason.NONE
     last_step: int = -1  # newest planned step that holds this sequence
+    pausing: bool = False  # leaves the plans to give its KV to older sequences
+    num_pauses: int = 0
+    num_lost: int = 0  # tokens that were computed when it was paused
+    arrival: int = 0  # its place among all that came
+    overtaken: int = 0  # sequences behind it that started before it
+    num_shared: int = 0  # leading tokens whose KV indices belong to the prefix cache
+    node: Node | None = None  # its locked end in the prefix cache
+    cached_indices: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int32))  # int32, where it began
     known_len: int = field(init=False)  # tokens whose ids the CPU knew at admission; beyond lies the relay table
 
     def __post_init__(self) -> None:
@@ -69,6 +81,21 @@ class Sequence:
             output_len=published.output_len if published else 0,
         )
 
+    def rewind(self) -> None:
+        """Begin again from the tokens published so far, holding nothing: the sequence has been paused."""
+        self.row = -1
+        self.num_lost = self.num_computed
+        self.num_computed = 0
+        self.pausing = False
+        self.num_pauses += 1
+        self.known_len = len(self.prompt_ids) + self.output_len
+        self.num_planned = self.output_len
+
+    @property
+    def prompt_computed(self) -> bool:
+        """Whether others can read the prompt's KV: the step that completes it has been planned."""
+        return self.num_computed >= len(self.prompt_ids)
+
     @property
     def kv_need(self) -> int:
         """KV indices the sequence can ever hold: the last token is sampled but never computed."""
@@ -91,7 +118,7 @@ class Sequence:
         return self.stop_token_ids | self.eos_token_ids
 
     def known_ids(self, start: int, stop: int) -> np.ndarray:
-        """int32 [stop - start], prompt ids and then the outputs known at admission."""
+        """int32 [stop - start], prompt ids and then outputs that have been published."""
         prompt_len = len(self.prompt_ids)
         if stop <= prompt_len:
             return self.prompt_ids[start:stop]

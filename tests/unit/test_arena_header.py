@@ -48,7 +48,7 @@ def test_attach_reads_what_create_wrote(config, spec):
 def test_attaching_writes_nothing(arena):
     arena.ring(0).post(CommandKind.ADMIT, 1, 2, 3)
     arena.dirty_list(1).append([SlotRef(1, 2)])
-    arena.status(1, 1).set_load(Load(1, 2, 3, 4, 5, 6))
+    arena.status(1, 1).set_load(Load(1, 2, 3, 4, 5, 6, 7, 8))
     before = bytes(arena.memory)
     attached = Arena.attach(arena.fd)
     look_at_everything(attached)
@@ -176,7 +176,7 @@ def test_parts_write_inside_themselves(spec):
         assert [command.slot for command in arena.ring(group).read(0)] == [group] * spec.ring_records
         assert readers[group].drain() == [SlotRef(2**64 - 1, group)] * spec.dirty_records
         assert [arena.status(group, rank).error for rank in ranks] == [f"{group}.{rank}" + "x" * 1021 for rank in ranks]
-        assert [arena.status(group, rank).load.cached for rank in ranks] == [*ranks]
+        assert [arena.status(group, rank).load.recomputed for rank in ranks] == [*ranks]
     assert arena.config == {"kept": True}
     close(arena)
 
@@ -187,7 +187,7 @@ def fill_group(arena: Arena, group: int) -> None:
         arena.ring(group).post(CommandKind.ADMIT, group, 2**64 - 1, 2**64 - 1)
     arena.dirty_list(group).append([SlotRef(2**64 - 1, group)] * arena.spec.dirty_records)
     for rank in range(arena.spec.num_ranks):
-        arena.status(group, rank).set_load(Load(*[2**64 - 1] * 5, rank))
+        arena.status(group, rank).set_load(Load(*[2**64 - 1] * 7, rank))
         arena.status(group, rank).set_failed(f"{group}.{rank}" + "x" * 1021)
 
 

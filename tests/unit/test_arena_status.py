@@ -13,7 +13,7 @@ from backend_lib.arena.layout import ERROR_BYTES
 from tests.support.arena import close, new_arena, watch_stores
 
 LOADS = st.builds(Load, *[st.integers(0, 2**64 - 1)] * len(Load._fields))
-LOAD = Load(step=1, running=2, waiting=3, paused=4, kv_used=5, cached=6)
+LOAD = Load(step=1, running=2, waiting=3, paused=4, kv_used=5, cached=6, pauses=7, recomputed=8)
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def test_a_new_block_is_starting_and_empty():
     arena = new_arena()
     status = arena.status(0, 0)
     assert (status.state, status.heartbeat_ns, status.kv_tokens, status.error) == (WorkerState.STARTING, 0, 0, "")
-    assert status.load == Load(0, 0, 0, 0, 0, 0)
+    assert status.load == Load(*[0] * 8)
     close(arena)
 
 
@@ -95,7 +95,7 @@ def test_reset_forgets_the_old_worker_but_not_what_was_admitted_by(arena, status
         block.set_failed("gone")
     status.reset()
     assert (status.state, status.heartbeat_ns, status.kv_tokens, status.error) == (WorkerState.STARTING, 0, 9, "")
-    assert status.load == Load(0, 0, 0, 0, 0, 0)
+    assert status.load == Load(*[0] * 8)
     assert (neighbour.state, neighbour.kv_tokens, neighbour.error, neighbour.load) == (3, 9, "gone", LOAD)
 
 

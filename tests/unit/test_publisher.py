@@ -96,6 +96,16 @@ def test_times_are_stamped_once(it) -> None:
     assert stamps[0][1] == stamps[1][1] == 0
 
 
+def test_a_pause_does_not_move_when_a_sequence_began_but_a_new_worker_does(it) -> None:
+    sequence = it.sequence(0)
+    stamps = []
+    for begin in (lambda: None, sequence.rewind, lambda: setattr(sequence, "num_pauses", 0)):
+        begin()
+        it.publisher.started(sequence)
+        stamps.append(int(it.headers["first_scheduled_ns"][0]))
+    assert stamps[0] == stamps[1] < stamps[2]
+
+
 def test_one_that_could_not_be_prepared_is_over_with_words(it) -> None:
     it.sequence(0)
     it.publisher.failed(0, 3, "x" * 300)

@@ -1,180 +1,24 @@
-"""The scheduler against its promises, over random lives of sequences, with and without a step in flight."""
+"""What the scheduler does, one promise at a time; tests/unit/test_scheduler_machine.py has random lives."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from backend_lib.request import FinishReason
+from backend_lib.worker import scheduler as scheduler_module
 from backend_lib.worker.scheduler import Plan, Scheduler
 from backend_lib.worker.sequence import Sequence
-
-EOS, WORD = 1, 5
-
-
-def new_sequence(slot: int, prompt_len: int, max_tokens: int, *, published: int = 0, generation: int = 1) -> Sequence:
-    return Sequence(
-        slot=slot, generation=generation, prompt_ids=np.arange(prompt_len, dtype=np.int32),
-        output_ids=np.full(max_tokens, WORD, dtype=np.int32), max_tokens=max_tokens, output_len=published,
-        eos_token_ids=frozenset({EOS}),
-    )  # fmt: skip
+from tests.support.scheduling import EOS, OTHER, WORD, Player, new_sequence
 
 
 def new_scheduler(*, kv_tokens: int = 64, max_running: int = 3, prefill_chunk: int = 8) -> Scheduler:
-    return Scheduler(kv_tokens=kv_tokens, max_running=max_running, max_model_len=32, prefill_chunk=prefill_chunk)
+    return Scheduler(kv_tokens=kv_tokens, max_running=max_running, max_model_len=64, prefill_chunk=prefill_chunk)
 
 
-class Flight:
-    """A plan that runs: what its step reads and writes."""
-
-    def __init__(self, plan: Plan, scheduler: Scheduler) -> None:
-        self.plan = plan
-        self.rows = {chunk.sequence.row for chunk in plan.chunks}
-        self.indices = {
-            int(index)
-            for chunk in plan.chunks
-            for index in scheduler.kv.table[chunk.sequence.row, : chunk.start + chunk.length]
-        }
-
-
-class SchedulerMachine(RuleBasedStateMachine):
-    """Plays the loop: adds and aborts between steps; with overlap a step is finalized after the next is planned."""
-
-    @initialize(
-        overlap=st.booleans(), kv_tokens=st.integers(16, 60), max_running=st.integers(1, 4), chunk=st.integers(1, 12)
-    )
-    def begin(self, overlap: bool, kv_tokens: int, max_running: int, chunk: int) -> None:
-        self.scheduler = new_scheduler(kv_tokens=kv_tokens, max_running=max_running, prefill_chunk=chunk)
-        self.overlap, self.chunk, self.max_running = overlap, chunk, max_running
-        self.flight: Flight | None = None
-        self.added: list[Sequence] = []
-        self.aborted: set[int] = set()
-        self.started: list[int] = []
-        self.gone: list[int] = []
-        self.computed: dict[int, int] = {}
-        self.tokens: dict[int, int] = {}
-
-    @rule(prompt_len=st.integers(1, 10), max_tokens=st.integers(1, 6), published=st.integers(0, 5))
-    def add(self, prompt_len: int, max_tokens: int, published: int) -> None:
-        sequence = new_sequence(len(self.added), prompt_len, max_tokens, published=min(published, max_tokens - 1))
-        self.added.append(sequence)
-        self.computed[sequence.slot] = 0
-        self.tokens[sequence.slot] = sequence.output_len
-        self.scheduler.add(sequence)
-
-    @precondition(lambda self: self.added)
-    @rule(data=st.data())
-    def abort(self, data: st.DataObject) -> None:
-        slot = data.draw(st.integers(0, len(self.added) - 1))
-        held = self.flight is not None and any(chunk.sequence.slot == slot for chunk in self.flight.plan.chunks)
-        over = bool(self.added[slot].finish)
-        sequence = self.scheduler.abort(slot, 1)
-        if not over:
-            self.aborted.add(slot)
-            assert (sequence is None) == held  # at once, unless a step holds it
-        if sequence:
-            self._leave(sequence)
-
-    @rule(slot=st.integers(0, 50))
-    def abort_of_another_generation(self, slot: int) -> None:
-        assert self.scheduler.abort(slot, 2) is None
-
-    @rule(data=st.data())
-    def step(self, data: st.DataObject) -> None:
-        self._step(lambda: data.draw(st.sampled_from([WORD, WORD, WORD, EOS])))
-
-    def _step(self, next_token) -> None:
-        was_idle = self.scheduler.idle and self.flight is None
-        plan = self.scheduler.plan()
-        self._check(plan)
-        assert plan.chunks or self.flight or was_idle, "stuck: something waits and nothing runs"
-        before, self.flight = self.flight, Flight(plan, self.scheduler) if plan.chunks else None
-        self._check_fence(before, plan)
-        self._finalize(before, next_token)
-        if not self.overlap:
-            flight, self.flight = self.flight, None
-            self._finalize(flight, next_token)
-
-    def _check(self, plan: Plan) -> None:
-        assert all(chunk.length == 1 and chunk.samples for chunk in plan.chunks[: plan.num_decodes])
-        assert sum(chunk.length for chunk in plan.chunks[plan.num_decodes :]) <= self.chunk
-        assert len({chunk.sequence.slot for chunk in plan.chunks}) == len(plan.chunks)
-        places = []
-        for chunk in plan.chunks:
-            sequence = chunk.sequence
-            assert not sequence.finish and chunk.start == self.computed[sequence.slot] and chunk.length > 0
-            self.computed[sequence.slot] += chunk.length
-            assert chunk.samples == (self.computed[sequence.slot] >= sequence.known_len)
-            places += [(sequence.row, chunk.start + offset) for offset in range(chunk.length)]
-        assert list(zip(plan.rows.tolist(), plan.positions.tolist(), strict=True)) == places
-        assert [self.scheduler.kv.table[place] for place in places] == plan.kv_index.tolist()
-        self.started += [sequence.slot for sequence in plan.started]
-        waited = [slot for slot in range(len(self.added)) if slot in self.started or slot not in self.aborted]
-        assert self.started == waited[: len(self.started)]  # first come, first served
-
-    def _check_fence(self, before: Flight | None, plan: Plan) -> None:
-        if before:
-            assert before.indices.isdisjoint(plan.kv_index.tolist()), "an index of a step in flight was handed out"
-            assert before.rows.isdisjoint(sequence.row for sequence in plan.started), "a row of a step in flight was"
-
-    def _finalize(self, flight: Flight | None, next_token) -> None:
-        if flight is None:
-            return
-        for chunk in flight.plan.chunks:
-            if chunk.samples and not chunk.sequence.finish:
-                chunk.sequence.accept(next_token())
-                self.tokens[chunk.sequence.slot] += 1
-        for sequence in self.scheduler.finalize(flight.plan):
-            self._leave(sequence)
-
-    def _leave(self, sequence: Sequence) -> None:
-        assert sequence.finish and sequence.slot not in self.gone
-        self.gone.append(sequence.slot)
-
-    @invariant()
-    def every_index_and_row_has_one_owner(self) -> None:
-        if not hasattr(self, "scheduler"):
-            return
-        kv, running = self.scheduler.kv, self.scheduler.running
-        free = kv._free[: kv.num_free].tolist()
-        held = [index for each in running for index in kv.table[each.row, : each.num_computed].tolist()]
-        assert sorted(free + held) == list(range(kv.num_tokens))
-        assert len(held) == kv.num_used
-        rows = self.scheduler._free_rows + [sequence.row for sequence in running]
-        assert sorted(rows) == list(range(self.max_running))
-        if self.flight:
-            assert self.flight.indices.isdisjoint(free), "released while a step in flight holds it"
-            assert self.flight.rows.isdisjoint(self.scheduler._free_rows)
-
-    @invariant()
-    def what_runs_can_always_finish(self) -> None:
-        if hasattr(self, "scheduler"):
-            needs = sum(sequence.kv_need for sequence in self.scheduler.running)
-            assert needs == self.scheduler._reserved <= self.scheduler.kv.num_tokens
-
-    def teardown(self) -> None:
-        if not hasattr(self, "scheduler"):
-            return
-        for _ in range(1000):
-            if self.scheduler.idle and self.flight is None:
-                break
-            self._step(lambda: WORD)
-        assert self.scheduler.idle and self.flight is None
-        self.every_index_and_row_has_one_owner()
-        assert self.scheduler.kv.num_used == self.scheduler._reserved == len(self.scheduler._by_slot) == 0
-        assert sorted(self.gone) == list(range(len(self.added)))
-        for sequence in self.added:
-            assert sequence.output_len == self.tokens[sequence.slot] <= sequence.max_tokens
-            if sequence.slot not in self.aborted:
-                full = sequence.output_len == sequence.max_tokens
-                assert sequence.finish is FinishReason.EOS or (full and sequence.finish is FinishReason.LENGTH)
-
-
-TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+@pytest.fixture
+def everything_fits(monkeypatch) -> None:
+    """The estimate lets anything start, so that pauses must repair it."""
+    monkeypatch.setattr(scheduler_module, "peak", lambda held, remaining: 0)
 
 
 def step_with(scheduler: Scheduler, previous: Plan | None, token: int = WORD) -> tuple[Plan, list[Sequence]]:
@@ -194,10 +38,10 @@ def test_a_sequence_that_ends_by_token_is_held_until_the_step_it_wasted_is_over(
     first, _ = step_with(scheduler, None)
     second, gone = step_with(scheduler, first, EOS)
     assert second.chunks[0].sequence.finish is FinishReason.EOS
-    assert not gone and scheduler.kv.num_used == 5  # 4 of the prompt and 1 that the second step writes
+    assert not gone and scheduler.memory.num_used == 5  # 4 of the prompt and 1 that the second step writes
     third, gone = step_with(scheduler, second)
     assert [sequence.slot for sequence in gone] == [0] and not third.chunks
-    assert scheduler.kv.num_used == 0 and scheduler.idle
+    assert scheduler.memory.num_used == 0 and scheduler.idle
 
 
 def test_a_sequence_that_ends_by_length_wastes_no_step() -> None:
@@ -224,12 +68,35 @@ def test_an_abort_waits_only_for_a_step_that_holds_the_sequence(slot: int, at_on
     assert scheduler.abort(slot, 1) is None
 
 
-def test_the_head_of_the_queue_is_not_overtaken() -> None:
+def test_what_does_not_fit_is_overtaken_by_what_does() -> None:
     scheduler = new_scheduler(kv_tokens=20, prefill_chunk=32)
     for slot, prompt_len in enumerate([10, 12, 1]):
         scheduler.add(new_sequence(slot, prompt_len, 4))
     plan = scheduler.plan()
-    assert [sequence.slot for sequence in plan.started] == [0]
+    assert [sequence.slot for sequence in plan.started] == [0, 2]
+    assert [sequence.overtaken for sequence in scheduler.waiting] == [1]
+
+
+def test_nothing_is_overtaken_for_ever(monkeypatch) -> None:
+    """The short ones keep coming; after so many of them the long one is waited for."""
+    monkeypatch.setattr(scheduler_module, "MAX_OVERTAKEN", 5)
+    player = Player(new_scheduler(kv_tokens=30, prefill_chunk=32), overlap=True)
+    player.scheduler.add(new_sequence(0, 10, 3))
+    player.step()
+    player.scheduler.add(new_sequence(1, 27, 4))
+    started = []
+    for slot in range(2, 30):
+        player.scheduler.add(new_sequence(slot, 2, 3))
+        started += [sequence.slot for sequence in player.step().started]
+    assert started[:7] == [2, 3, 4, 5, 6, 1, 7]
+
+
+def test_only_so_many_are_passed_over_at_a_time() -> None:
+    scheduler = new_scheduler(kv_tokens=20, prefill_chunk=32)
+    scheduler.add(new_sequence(0, 10, 4))
+    for slot in range(1, 10):
+        scheduler.add(new_sequence(slot, 12 if slot < 9 else 1, 4))
+    assert [sequence.slot for sequence in scheduler.plan().started] == [0]
 
 
 def test_running_prompts_come_before_new_ones() -> None:
@@ -261,3 +128,199 @@ def test_a_sequence_that_can_never_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="needs room for 17 tokens; the KV cache holds 16"):
         scheduler.add(new_sequence(1, 10, 8))
     assert [chunk.sequence.slot for chunk in scheduler.plan().chunks] == [0]
+
+
+OVERLAP = pytest.mark.parametrize("overlap", [False, True], ids=["no overlap", "overlap"])
+
+
+def slots(sequences: list[Sequence]) -> list[int]:
+    return [sequence.slot for sequence in sequences]
+
+
+@OVERLAP
+@pytest.mark.parametrize("prompt_len, max_tokens", [(16, 1), (15, 2), (1, 16)])
+def test_a_sequence_may_fill_the_memory_exactly(overlap: bool, prompt_len: int, max_tokens: int) -> None:
+    player = Player(new_scheduler(kv_tokens=16, prefill_chunk=5), overlap=overlap)
+    for slot in range(3):
+        player.scheduler.add(new_sequence(slot, prompt_len, max_tokens))
+    player.run(60)
+    assert [(each.slot, each.output_len) for each in player.left] == [(slot, max_tokens) for slot in range(3)]
+
+
+@OVERLAP
+def test_what_was_computed_before_is_not_computed_again(overlap: bool) -> None:
+    player = Player(new_scheduler(prefill_chunk=16), overlap=overlap)
+    player.scheduler.add(new_sequence(0, [7, 8, 9], 4))
+    player.run(20)
+    player.scheduler.add(new_sequence(1, [7, 8, 9, WORD, WORD, 3, 4], 2))
+    player.scheduler.add(new_sequence(2, [7, 8, 9], 2))  # the last token of a prompt is always computed
+    player.scheduler.add(new_sequence(3, [7, 8, 9], 2, adapter_id=1))
+    plan = player.step()
+    assert [(chunk.start, chunk.length) for chunk in plan.chunks] == [(5, 2), (2, 1), (0, 3)]
+
+
+def test_without_the_cache_nothing_is_read_and_nothing_left() -> None:
+    player = Player(new_scheduler(), overlap=True)
+    player.scheduler.add(new_sequence(0, [7, 8, 9], 2, use_cache=False))
+    player.run(20)
+    assert player.scheduler.memory.cache.num_tokens == 0
+    player.scheduler.add(new_sequence(1, [7, 8, 9], 2))
+    player.run(20)
+    player.scheduler.add(new_sequence(2, [7, 8, 9], 2, use_cache=False))
+    assert player.step().chunks[0].start == 0
+
+
+def test_a_prompt_is_shared_once_the_step_that_completes_it_is_planned() -> None:
+    player = Player(new_scheduler(prefill_chunk=8), overlap=True)
+    player.scheduler.add(new_sequence(0, [3] * 12, 4))
+    player.step()
+    assert player.scheduler.memory.cache.num_tokens == 0
+    player.step()
+    assert player.scheduler.memory.cache.num_tokens == player.scheduler.memory.num_locked == 12
+    player.scheduler.add(new_sequence(1, [3] * 12, 4))
+    assert player.step().chunks[-1][1:] == (11, 1, True)
+
+
+@OVERLAP
+def test_two_that_compute_the_same_prompt_do_not_hold_it_twice(overlap: bool) -> None:
+    """Memory for both at first and for the longer one at last, but not for a second copy beside it."""
+    player = Player(new_scheduler(kv_tokens=25, prefill_chunk=32), overlap=overlap)
+    player.scheduler.add(new_sequence(0, [3] * 10, 2))
+    player.scheduler.add(new_sequence(1, [3] * 10, 10))
+    assert slots(player.step().started) == [0, 1]
+    player.run(30)
+    assert slots(player.left) == [0, 1] and player.scheduler.num_pauses == 0
+
+
+def test_a_sibling_starts_in_the_step_after_its_leaders_prompt() -> None:
+    player = Player(new_scheduler(prefill_chunk=8), overlap=True)
+    leader = new_sequence(0, [3] * 20, 4)
+    player.scheduler.add(leader)
+    for slot in (1, 2):
+        player.scheduler.add(new_sequence(slot, [3] * 20, 4, leader=leader))
+    plans = [player.step() for _ in range(4)]
+    assert [slots(plan.started) for plan in plans] == [[0], [], [], [1, 2]]
+    assert [len(sequence.cached_indices) for sequence in plans[3].started] == [19, 19]
+
+
+def test_a_sibling_starts_when_its_leader_is_no_more() -> None:
+    player = Player(new_scheduler(prefill_chunk=8), overlap=False)
+    leader = new_sequence(0, [3] * 20, 4)
+    player.scheduler.add(leader)
+    player.scheduler.add(new_sequence(1, [3] * 20, 4, leader=leader))
+    player.step()
+    assert player.scheduler.abort(0, 1) is leader
+    plan = player.step()
+    assert slots(plan.started) == [1] and plan.chunks[0].start == 8  # what the leader has computed is not lost
+
+
+def test_another_request_overtakes_a_sibling_that_waits_for_its_leader() -> None:
+    player = Player(new_scheduler(prefill_chunk=8), overlap=True)
+    leader = new_sequence(0, [3] * 12, 4)
+    for sequence in (leader, new_sequence(1, [3] * 12, 4, leader=leader), new_sequence(2, 3, 4)):
+        player.scheduler.add(sequence)
+    assert [slots(player.step().started) for _ in range(3)] == [[0], [2], [1]]
+
+
+@OVERLAP
+def test_the_newest_pauses_and_goes_on_from_its_last_token(everything_fits, overlap: bool) -> None:
+    player = Player(new_scheduler(kv_tokens=24, prefill_chunk=32), overlap=overlap)
+    for slot in range(2):
+        player.scheduler.add(new_sequence(slot, 8, 8))
+    while not player.scheduler.paused:
+        player.step()
+    (paused,) = player.scheduler.paused
+    assert (paused.slot, paused.row, paused.num_computed, paused.pausing) == (1, -1, 0, False)
+    assert paused.num_planned == paused.output_len > 0 and paused.known_len == 8 + paused.output_len
+    assert player.scheduler.memory.cache.num_evictable == paused.num_lost  # what it has computed is kept while it may
+    produced = paused.output_len
+    while player.scheduler.paused:
+        plan = player.step()
+    assert plan.chunks[-1].start + plan.chunks[-1].length == 8 + produced
+    player.run(30)
+    assert slots(player.left) == [0, 1] and [each.output_len for each in player.left] == [8, 8]
+    assert player.scheduler.num_pauses == 1
+
+
+def test_no_more_pause_than_must(everything_fits) -> None:
+    """One sequence's memory is enough for all the others' next tokens."""
+    player = Player(new_scheduler(kv_tokens=360, max_running=8, prefill_chunk=999), overlap=True)
+    for slot in range(8):
+        player.scheduler.add(new_sequence(slot, 40, 20))
+    while not player.scheduler.num_pauses:
+        player.step()
+    assert player.scheduler.num_pauses == 1
+    for _ in range(2):
+        player.step()
+    assert player.scheduler.num_pauses == 1
+
+
+@OVERLAP
+def test_nothing_new_starts_while_one_is_paused_and_the_oldest_goes_on_first(everything_fits, overlap: bool) -> None:
+    player = Player(new_scheduler(kv_tokens=30, max_running=8, prefill_chunk=99), overlap=overlap)
+    for slot in range(5):
+        player.scheduler.add(new_sequence(slot, 4, 12))
+    while len(player.scheduler.paused) < 2:
+        player.step()
+    player.scheduler.add(new_sequence(9, 1, 1))
+    resumed: list[int] = []
+    while player.scheduler.waiting:
+        oldest = slots(player.scheduler.paused[:1])
+        started = slots(player.step().started)
+        assert not started or started[:1] == oldest or not oldest
+        resumed += started
+    assert resumed[-1] == 9 and len(resumed) > 1
+    player.run(99)
+    assert len(player.left) == 6
+
+
+def test_a_sequence_that_ends_while_it_pauses_is_over(everything_fits) -> None:
+    player = Player(new_scheduler(kv_tokens=24, prefill_chunk=32), overlap=True)
+    for slot in range(2):
+        player.scheduler.add(new_sequence(slot, 8, 8))
+    pausing = player.scheduler.waiting[1]
+    while not player.scheduler.num_pauses:
+        player.step(lambda: EOS if player.scheduler.num_pauses else OTHER)  # asked after the plan
+    assert pausing.finish is FinishReason.EOS and pausing in player.left and not player.scheduler.paused
+
+
+@OVERLAP
+def test_a_paused_sequence_is_aborted_at_once(everything_fits, overlap: bool) -> None:
+    player = Player(new_scheduler(kv_tokens=24, prefill_chunk=32), overlap=overlap)
+    for slot in range(2):
+        player.scheduler.add(new_sequence(slot, 8, 8))
+    while not player.scheduler.paused:
+        player.step()
+    (paused,) = player.scheduler.paused
+    assert player.scheduler.abort(1, 1) is paused and not player.scheduler.paused
+    player.run(20)
+    assert slots(player.left) == [0]
+
+
+def test_what_was_evicted_during_a_pause_is_computed_again_and_counted(everything_fits) -> None:
+    player = Player(new_scheduler(kv_tokens=16, prefill_chunk=32), overlap=True)
+    for slot in range(2):
+        player.scheduler.add(new_sequence(slot, 6, 11))
+    player.run(60)
+    assert player.scheduler.num_pauses == 1
+    assert player.scheduler.num_recomputed == 7  # nothing of it was left when the first had ended
+
+
+@OVERLAP
+def test_prompts_that_take_all_memory_end_one_after_the_other(everything_fits, overlap: bool) -> None:
+    player = Player(new_scheduler(kv_tokens=20, max_running=6, prefill_chunk=3), overlap=overlap)
+    for slot in range(6):
+        player.scheduler.add(new_sequence(slot, 18, 3))
+    player.run(6 * (20 + 4))
+    assert slots(player.left) == list(range(6)) and {each.output_len for each in player.left} == {3}
+
+
+def test_many_of_the_same_prompt_hold_it_once() -> None:
+    player = Player(new_scheduler(kv_tokens=80, max_running=16, prefill_chunk=64), overlap=True)
+    player.scheduler.add(new_sequence(0, [3] * 30, 2))
+    player.step()
+    for slot in range(1, 16):
+        player.scheduler.add(new_sequence(slot, [3] * 30, 2))
+    assert len(player.step().started) == 15
+    player.run(20)
+    assert player.scheduler.num_pauses == 0

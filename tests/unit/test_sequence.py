@@ -78,6 +78,18 @@ def test_ends_stay_banned_when_another_worker_goes_on() -> None:
     assert not sequence.banned_token_ids
 
 
+def test_a_paused_sequence_begins_again_from_what_it_has_published() -> None:
+    sequence = new_sequence(3, 5, min_tokens=4)
+    sequence.row, sequence.num_computed, sequence.num_planned, sequence.pausing = 2, 4, 2, True
+    for token in (20, 21):
+        sequence.accept(token)
+    sequence.rewind()
+    assert (sequence.row, sequence.num_computed, sequence.num_lost, sequence.pausing) == (-1, 0, 4, False)
+    assert sequence.known_len == 5 and sequence.known_ids(0, 5).tolist() == [100, 101, 102, 20, 21]
+    assert sequence.num_planned == 2 and sequence.prefilling and not sequence.prompt_computed
+    assert sequence.kv_need == 7
+
+
 @pytest.fixture
 def slots():
     arena = new_arena()
