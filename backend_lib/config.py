@@ -44,10 +44,18 @@ class Settings:
         None, 2, 1 << 24, help="prompt and output tokens of a sequence; `auto` is the checkpoint's context"
     )
     kv_tokens: int | None = _number(
-        None, 2, (1 << 31) - 1, help="tokens the KV cache holds; `auto` is what memory_fraction allows"
+        None,
+        2,
+        (1 << 31) - 1,
+        help="tokens the KV cache holds; `auto` is 384 per running sequence and at least one context, if memory allows",
     )
     memory_fraction: float = _number(
         0.5, 0.01, 0.95, help="share of the memory left after loading that the KV cache may take"
+    )
+    admission: str = _choice(
+        "past_future",
+        "conservative",
+        help="start a sequence when the estimated peak fits the KV cache, or only when all it may ever need does",
     )
     prefill_chunk: int = _number(256, 1, 1 << 20, help="prompt tokens computed in one step")
     queue_size: int = _number(256, 1, 1 << 16, help="requests that may wait; one more is refused with UNAVAILABLE")

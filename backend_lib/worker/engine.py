@@ -29,6 +29,7 @@ log = logging.getLogger("tandem")
 # A compute thread and the loop's thread share one interpreter; the default of 5 ms would let either stall the other.
 SWITCH_INTERVAL = 50e-6
 WARM_UP_TOKENS = 16
+USUAL_TOKENS = 384  # prompt and output of a sequence; more is paid for by pausing others, less leaves a prefix cache
 
 
 def build_engine(
@@ -56,7 +57,7 @@ def build_engine(
     runner.warm_up(min(WARM_UP_TOKENS, config["max_model_len"]))
     scheduler = Scheduler(
         kv_tokens=kv_tokens, max_running=settings.max_running, max_model_len=config["max_model_len"],
-        prefill_chunk=settings.prefill_chunk,
+        prefill_chunk=settings.prefill_chunk, conservative=settings.admission == "conservative",
     )  # fmt: skip
     gc.freeze()  # weights and code stay; a collection need not look at them again
     loop = InferLoop(
@@ -85,10 +86,10 @@ def _overlap(settings: Settings) -> bool:
 
 
 def _kv_tokens(settings: Settings, decoder: Decoder, max_model_len: int) -> int:
-    """What was asked for, or as much as memory allows and the running sequences could ever use."""
+    """What was asked for; else room for the usual length of all that run, or one whole context, as memory allows."""
     if settings.kv_tokens is not None:
         return settings.kv_tokens
     room = int(available_bytes() * settings.memory_fraction) // decoder.kv_bytes_per_token
     if room < 2:
         raise ValueError(f"memory_fraction {settings.memory_fraction} of what is free leaves no room for a KV cache")
-    return min(settings.max_running * max_model_len, room)
+    return min(max(settings.max_running * USUAL_TOKENS, max_model_len), room)

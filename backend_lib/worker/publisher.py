@@ -36,6 +36,7 @@ class Publisher:
         """The sequence has its row. The router takes a new stamp for a new worker's beginning, so a pause makes none."""
         if not sequence.num_pauses:
             self._stamp("first_scheduled_ns", sequence)
+            self._slots.headers["cached_tokens"][sequence.slot] = len(sequence.cached_indices)
 
     def failed(self, slot: int, generation: int, error: str) -> None:
         """A sequence that could not be prepared: an error, and nothing held."""

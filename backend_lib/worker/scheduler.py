@@ -91,6 +91,8 @@ class Scheduler:
             raise ValueError(
                 f"the sequence needs room for {sequence.kv_need} tokens; the KV cache holds {self.memory.num_tokens}"
             )
+        if sequence.leader_ref is not None:
+            sequence.leader = self.find(*sequence.leader_ref)
         self._by_slot[sequence.slot, sequence.generation] = sequence
         self.waiting.append(sequence)
         self._arrivals += 1

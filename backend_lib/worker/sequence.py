@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from backend_lib.arena import SlotTable
+from backend_lib.arena import SlotRef, SlotTable
 from backend_lib.request import FinishReason
 from backend_lib.worker.prefix_cache import Node
 
@@ -34,6 +35,7 @@ class Sequence:
     sequence_index: int = 0
     adapter_id: int = 0
     use_cache: bool = True  # read the prefix cache, and leave what was computed in it
+    leader_ref: SlotRef | None = None
     leader: Sequence | None = None  # the sibling that computes the prompt for this one
     eos_token_ids: frozenset[int] = frozenset()
     stop_token_ids: frozenset[int] = frozenset()
@@ -76,6 +78,9 @@ class Sequence:
             top_p=float(header["top_p"]),
             seed=int(header["seed"]),
             sequence_index=int(header["sequence_index"]),
+            leader_ref=_leader_ref(header, params),
+            adapter_id=int(header["adapter_id"]),
+            use_cache=params.get("prefix_cache", True),
             eos_token_ids=frozenset() if header["ignore_eos"] else eos_token_ids,
             stop_token_ids=frozenset(params["stop_token_ids"]),
             output_len=published.output_len if published else 0,
@@ -135,3 +140,10 @@ class Sequence:
             self.finish = FinishReason.STOP_TOKEN
         elif self.output_len >= self.max_tokens:
             self.finish = FinishReason.LENGTH
+
+
+def _leader_ref(header: np.void, params: dict[str, Any]) -> SlotRef | None:
+    """The slot of the sibling that computes the prompt; None for that one itself."""
+    if not header["sequence_index"]:
+        return None
+    return SlotRef(int(header["leader_slot"]), params["leader_generation"])

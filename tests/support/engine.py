@@ -82,25 +82,30 @@ class Ask:
             assert reply.text and reply.num_tokens >= interval and reply.finish is FinishReason.NONE
 
 
-def expected_ids(prompt: list[int], num_tokens: int, *, temperature: float = 0, seed: int = 0, banned=None):
+def expected_ids(
+    prompt: list[int], num_tokens: int, *, temperature: float = 0, seed: int = 0, banned=None, sequence: int = 0
+):
     """Token ids in order, without an end. `banned(n)`: ids that the nth token, from 1, must not be."""
     total = sum(_splitmix64_int((position << 32) + token) for position, token in enumerate(prompt))
     for number in range(1, num_tokens + 1):
         position = len(prompt) + number - 1
         peak = (_splitmix64_int(total & (1 << 64) - 1) >> 1) % VOCAB
-        token = _choose(peak, banned(number) if banned else frozenset(), temperature, seed, position)
+        key = (seed, sequence, position)
+        token = _choose(peak, banned(number) if banned else frozenset(), temperature, key)
         total += _splitmix64_int((position << 32) + token)
         yield token
 
 
-def _choose(peak: int, banned: frozenset[int], temperature: float, seed: int, position: int) -> int:
+def _choose(peak: int, banned: frozenset[int], temperature: float, key: tuple[int, int, int]) -> int:
     if temperature == 0:
         return peak if peak not in banned else min(set(range(VOCAB)) - banned)
     logits = torch.zeros(1, VOCAB)
     logits[0, peak] = PEAK
     logits[0, list(banned)] = -torch.inf
-    key = (torch.tensor([seed - (1 << 64) if seed >> 63 else seed]), torch.tensor([0]), torch.tensor([position]))
-    return int((logits / temperature + gumbel_noise(*key, VOCAB)).argmax())
+    seed, sequence, position = key
+    words = (seed - (1 << 64) if seed >> 63 else seed, sequence, position)
+    noise = gumbel_noise(*(torch.tensor([word]) for word in words), VOCAB)
+    return int((logits / temperature + noise).argmax())
 
 
 def expected_answer(
