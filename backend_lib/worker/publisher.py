@@ -33,7 +33,7 @@ class Publisher:
         self._touched[SlotRef(sequence.slot, sequence.generation)] = (sequence, True)
 
     def started(self, sequence: Sequence) -> None:
-        """The sequence has its row. The router takes a new stamp for a new worker's beginning, so a pause makes none."""
+        """The sequence has its row. A new worker stamps anew, which the router looks for; a pause does not."""
         if not sequence.num_pauses:
             self._stamp("first_scheduled_ns", sequence)
             self._slots.headers["cached_tokens"][sequence.slot] = len(sequence.cached_indices)
