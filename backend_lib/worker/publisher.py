@@ -33,7 +33,7 @@ class Publisher:
         self._touched[SlotRef(sequence.slot, sequence.generation)] = (sequence, True)
 
     def started(self, sequence: Sequence) -> None:
-        """The sequence has its row. The router takes a new stamp for a new worker's beginning, so a pause makes none."""
+        """The sequence has its row. A pause makes no new stamp: for the router that is a new worker's beginning."""
         if not sequence.num_pauses:
             self._stamp("first_scheduled_ns", sequence)
 
