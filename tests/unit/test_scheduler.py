@@ -324,3 +324,13 @@ def test_many_of_the_same_prompt_hold_it_once() -> None:
     assert len(player.step().started) == 15
     player.run(20)
     assert player.scheduler.num_pauses == 0
+
+
+@OVERLAP
+def test_the_oldest_prompt_goes_on_though_newer_ones_took_the_last_memory(everything_fits, overlap: bool) -> None:
+    """The third takes what is kept for the second's first decode, which it does not need for itself."""
+    player = Player(new_scheduler(kv_tokens=14, prefill_chunk=99), overlap=overlap)
+    for slot, (prompt_len, max_tokens) in enumerate([(4, 2), (13, 2), (14, 1)]):
+        player.scheduler.add(new_sequence(slot, prompt_len, max_tokens))
+    player.run(30)
+    assert slots(player.left) == [0, 1, 2] and player.scheduler.num_pauses == 1
