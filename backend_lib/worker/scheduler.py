@@ -248,7 +248,6 @@ class Scheduler:
         before = self.memory.available
         self.memory.attach(sequence, self._next_step)
         self.num_recomputed += max(sequence.num_lost - sequence.num_computed, 0)
-        sequence.num_lost = 0
         return before - self.memory.available
 
     def _advance(self, chunk: Chunk, step: int) -> None:
