@@ -24,18 +24,22 @@ class OutputHistory:
     def __init__(self) -> None:
         self._lengths: deque[int] = deque()
         self._sorted: list[int] = []
+        self._array: np.ndarray | None = None  # the same, made when it is asked for
 
     def add(self, output_len: int) -> None:
         if len(self._lengths) == HISTORY:
             del self._sorted[bisect.bisect_left(self._sorted, self._lengths.popleft())]
         self._lengths.append(output_len)
         bisect.insort(self._sorted, output_len)
+        self._array = None
 
     def remaining(self, produced: np.ndarray, allowed: np.ndarray) -> np.ndarray:
         """int64 [n] tokens that sequences will still produce, which have `produced` and may have `allowed` in all."""
         if len(self._sorted) < MIN_HISTORY:
             return allowed - produced
-        lengths = np.array(self._sorted)
+        if self._array is None:
+            self._array = np.array(self._sorted, dtype=np.int64)
+        lengths = self._array
         shorter = np.searchsorted(lengths, produced, side="right")
         longer = len(lengths) - shorter
         place = np.minimum(shorter + (longer * QUANTILE).astype(np.int64), len(lengths) - 1)

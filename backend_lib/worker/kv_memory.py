@@ -77,11 +77,12 @@ class KvMemory:
     def release(self, sequence: Sequence, now: int) -> None:
         """Take everything back: no step in flight holds the sequence."""
         held = sequence.num_computed
-        row = self.kv.table[sequence.row]
-        known = min(held, len(sequence.prompt_ids) + sequence.output_len) if sequence.use_cache else 0
-        if known:
-            self.kv.give_back(self._insert(sequence, known, now))
-        self.kv.give_back(row[known:held])
+        indices = self.kv.table[sequence.row, :held]
+        # Whatever a step computed had been published before the step was over.
+        assert held <= len(sequence.prompt_ids) + sequence.output_len
+        if sequence.use_cache:
+            indices = self._insert(sequence, held, now)
+        self.kv.give_back(indices)
         if sequence.node is not None:
             self.cache.unlock(sequence.node)
         sequence.node, sequence.num_shared = None, 0

@@ -202,9 +202,10 @@ class Scheduler:
     def _may_start(self) -> bool:
         """Nothing starts beside a sequence that is about to pause. What did not fit is looked at again when something
         has been given back or has come, and now and then, for estimates change."""
-        if not (self._free_rows and (self._changed or self._next_step % RETRY_STEPS == 0)):
+        if not (self._free_rows and (self.paused or self.waiting)):
             return False
-        return not any(sequence.pausing for sequence in self.running)
+        worth_a_look = self._changed or self._next_step % RETRY_STEPS == 0
+        return worth_a_look and not any(sequence.pausing for sequence in self.running)
 
     def _next_to_start(self, room: int) -> Sequence | None:
         """The sequence that starts now: a paused one before any other, else the first waiting one that fits."""
@@ -212,29 +213,31 @@ class Scheduler:
             candidates = self.paused[:1]
         else:
             candidates = list(islice(filter(_leader_ready, self.waiting), MAX_PASSED_OVER))
+        held = np.array([max(each.known_len, each.num_computed) - each.num_shared for each in self.running], dtype=int)
+        remaining = self._remaining(self.running)
         for sequence in candidates:
-            if self._fits(sequence, room):
+            if self._fits(sequence, room, held, remaining):
                 return sequence
             if sequence.overtaken >= MAX_OVERTAKEN:
                 break
         self._changed = False
         return None
 
-    def _fits(self, sequence: Sequence, room: int) -> bool:
+    def _fits(self, sequence: Sequence, room: int, held: np.ndarray, remaining: np.ndarray) -> bool:
         """Whether a first piece of it fits now, and the peak stays within memory when it joins the running ones."""
         cached, pinned = self.memory.cached_for(sequence, self._next_step)
         if room - pinned <= _first_decode(sequence):
             return False
         if not self.running:
             return True
-        members = [*self.running, sequence]
-        held = [max(member.known_len, member.num_computed) - member.num_shared for member in self.running]
-        produced = np.array([member.num_planned for member in members])
-        allowed = np.array([member.max_tokens for member in members])
-        remaining = self._history.remaining(produced, allowed) if self._history else allowed - produced
-        return self.memory.num_locked + pinned + peak(np.array([*held, sequence.known_len - cached]), remaining) <= (
-            self.memory.num_tokens
-        )
+        joined = np.append(held, sequence.known_len - cached), np.append(remaining, self._remaining([sequence]))
+        return self.memory.num_locked + pinned + peak(*joined) <= self.memory.num_tokens
+
+    def _remaining(self, sequences: list[Sequence]) -> np.ndarray:
+        """int64 [n], tokens that each will still produce, as far as the past tells."""
+        produced = np.array([sequence.num_planned for sequence in sequences], dtype=np.int64)
+        allowed = np.array([sequence.max_tokens for sequence in sequences], dtype=np.int64)
+        return self._history.remaining(produced, allowed) if self._history else allowed - produced
 
     def _start(self, sequence: Sequence) -> int:
         """Give a sequence its row and the cached part of its prompt; indices that can no longer be evicted for it."""
@@ -247,7 +250,6 @@ class Scheduler:
         before = self.memory.available
         self.memory.attach(sequence, self._next_step)
         self.num_recomputed += max(sequence.num_lost - sequence.num_computed, 0)
-        sequence.num_lost = 0
         return before - self.memory.available
 
     def _advance(self, chunk: Chunk, step: int) -> None:

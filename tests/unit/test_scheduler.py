@@ -324,3 +324,34 @@ def test_many_of_the_same_prompt_hold_it_once() -> None:
     assert len(player.step().started) == 15
     player.run(20)
     assert player.scheduler.num_pauses == 0
+
+
+@OVERLAP
+def test_the_oldest_prompt_goes_on_though_newer_ones_took_the_last_memory(everything_fits, overlap: bool) -> None:
+    """The third takes what is kept for the second's first decode, which it does not need for itself."""
+    player = Player(new_scheduler(kv_tokens=14, prefill_chunk=99), overlap=overlap)
+    for slot, (prompt_len, max_tokens) in enumerate([(4, 2), (13, 2), (14, 1)]):
+        player.scheduler.add(new_sequence(slot, prompt_len, max_tokens))
+    player.run(30)
+    assert slots(player.left) == [0, 1, 2] and player.scheduler.num_pauses == 1
+
+
+def test_what_the_cache_has_kept_through_a_pause_is_not_counted_as_computed_again(everything_fits) -> None:
+    player = Player(new_scheduler(kv_tokens=24, prefill_chunk=32), overlap=False)
+    for slot in range(2):
+        player.scheduler.add(new_sequence(slot, 8, 8))
+    while not player.scheduler.paused:
+        player.step()
+    assert player.scheduler.abort(0, 1)
+    player.run(20)
+    assert slots(player.left) == [1] and player.scheduler.num_recomputed == 0
+
+
+def test_a_cancelled_length_says_nothing_of_the_others() -> None:
+    player = Player(new_scheduler(), overlap=False)
+    for slot in range(40):
+        player.scheduler.add(new_sequence(slot, 2, 20))
+        player.step(lambda: EOS if slot < 18 else WORD)  # noqa: B023
+        player.scheduler.abort(slot, 1)
+    history = player.scheduler._history
+    assert history is not None and list(history._lengths) == [1] * 18
