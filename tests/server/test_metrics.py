@@ -295,4 +295,7 @@ def test_a_server_without_metrics_serves_and_logs(hash_checkpoint):
     with running_server(model=hash_checkpoint, extra_flags=["--allow-metrics=false"]) as server:
         client = HttpClient(server.http_url)
         assert client.generate(PROMPT, max_tokens=4, id="seen", **GREEDY)["text_output"] == PROMPT + answer(4)
-        assert [line["request"] for line in request_lines(server)] == ["seen"]
+        deadline = time.monotonic() + 10
+        while [line["request"] for line in request_lines(server)] != ["seen"]:  # it is written after the answer
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
