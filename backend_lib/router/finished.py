@@ -103,14 +103,14 @@ class Finished(NamedTuple):
 
 def refused(metrics: Metrics, request_id: str, reason: str, kind: ErrorKind) -> None:
     """A request that was not accepted."""
-    metrics.count(REFUSED, value=reason)
     _log(request_id, "refused", kind, refused=reason)
+    metrics.count(REFUSED, value=reason)
 
 
 def failed(metrics: Metrics, request_id: str) -> None:
     """A request that could not be prepared through no fault of the client's."""
-    metrics.count(FINISHED, value="error")
     _log(request_id, "error", ErrorKind.INTERNAL)
+    metrics.count(FINISHED, value="error")
 
 
 def _log(request_id: str, finish: str, error: ErrorKind | None, **more: Any) -> None:

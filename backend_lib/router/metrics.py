@@ -108,7 +108,7 @@ STEP_SECONDS = _histogram(
 )
 TTFT = _histogram(
     "tandem_time_to_first_token_seconds",
-    "from a request's arrival to its first token in the router's reach, observed when it ends",
+    "from a request's arrival until the worker has published its first token, observed when the request ends",
     _FIRST_TOKEN,
 )
 INTER_TOKEN = _histogram(

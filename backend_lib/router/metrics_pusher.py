@@ -103,25 +103,21 @@ class WorkerCounts:
 
 
 class Pusher:
-    """Owns the registry. When that fails the router works on without metrics."""
+    """Owns the registry and the thread that writes to it. When that fails the router works on without metrics.
 
-    def __init__(self, metrics: Metrics, counts: WorkerCounts, registry: Registry) -> None:
+    `may_begin` is asked until it says yes: only then is the registry touched.
+    """
+
+    def __init__(
+        self, metrics: Metrics, counts: WorkerCounts, registry: Registry, *, may_begin: Callable[[], bool]
+    ) -> None:
         self._metrics = metrics
         self._counts = counts
         self._registry = registry
+        self._may_begin = may_begin
         self._pushed: dict[Series, float] = {}
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tandem-metrics", daemon=True)
-
-    def start(self) -> None:
-        """Show every metric at its present value. Raises what the registry raises; then nothing is left in it."""
-        try:
-            for family in FAMILIES:
-                self._registry.add(family)
-            self.push()
-        except BaseException:
-            self._registry.close()
-            raise
         self._thread.start()
 
     def close(self) -> None:
@@ -150,14 +146,6 @@ class Pusher:
         self._pushed[series] = number
         return True
 
-    def _forget_gauges(self) -> None:
-        """Write them all next time: while a model is reloaded in place, Triton lets the old and the new one write to
-        the same gauges, and the old one may have had the last word.
-        """
-        for family in FAMILIES:
-            for value in family.values if family.kind is Kind.GAUGE else ():
-                self._pushed.pop(Series(family.name, value), None)
-
     def _observe(self) -> bool:
         """Write observations, as many as there is time for; whether there were any."""
         deadline, wrote = time.monotonic() + OBSERVING_SECONDS, False
@@ -170,13 +158,29 @@ class Pusher:
         return wrote
 
     def _run(self) -> None:
-        restless = False
         try:
-            while not self._closing.is_set():
-                self._metrics.wait(0 if restless else None)
-                if not restless:
-                    self._forget_gauges()
-                restless = self.push()
-                self._closing.wait(PERIOD)
+            if self._begin():
+                self._push_for_ever()
         except Exception:
             log.exception("metrics are no longer pushed")
+
+    def _begin(self) -> bool:
+        """Show every metric. False when there is nothing to push to."""
+        while not self._may_begin():
+            if self._closing.wait(PERIOD):
+                return False
+        try:
+            for family in FAMILIES:
+                self._registry.add(family)
+        except Exception as error:  # Triton's word for a server without metrics differs with its release
+            self._registry.close()
+            log.warning("no metrics: %s", error)
+            return False
+        return True
+
+    def _push_for_ever(self) -> None:
+        restless = True
+        while not self._closing.is_set():
+            self._metrics.wait(0 if restless else None)
+            restless = self.push()
+            self._closing.wait(PERIOD)

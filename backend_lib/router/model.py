@@ -19,6 +19,7 @@ from backend_lib.config import Settings
 from backend_lib.router.finished import refused
 from backend_lib.router.intake import Inbound
 from backend_lib.router.metrics_pusher import Pusher
+from backend_lib.router.predecessor import has_predecessor
 from backend_lib.router.reply import ErrorKind, Reply
 from backend_lib.router.router import Router
 from backend_lib.router.triton_registry import TritonRegistry
@@ -75,7 +76,7 @@ class TritonPythonModel:
             self._router = Router(Settings.from_parameters(parameters), is_serving=is_serving)
         except (ValueError, RuntimeError, OSError) as error:
             raise pb_utils.TritonModelException(str(error)) from error
-        self._pusher = _start_metrics(self._router, args["model_name"], args["model_version"])
+        self._pusher = _start_metrics(self._router, args)
 
     def execute(self, requests: list[Any]) -> None:
         """Decoupled: every answer goes through a request's sender, so there is nothing to return."""
@@ -91,8 +92,7 @@ class TritonPythonModel:
 
     def finalize(self) -> None:
         self._router.close()
-        if self._pusher:
-            self._pusher.close()
+        self._pusher.close()
 
 
 class TritonSender:
@@ -143,15 +143,15 @@ def _set_up_logging() -> None:
     requests.handlers = [logging.StreamHandler(sys.stderr)]
 
 
-def _start_metrics(router: Router, model: str, version: str) -> Pusher | None:
-    """None when the server runs without metrics."""
-    pusher = Pusher(router.metrics, router.worker_counts, TritonRegistry(model, version))
-    try:
-        pusher.start()
-    except pb_utils.TritonModelException as error:
-        log.info("no metrics: %s", error)
-        return None
-    return pusher
+def _start_metrics(router: Router, args: dict[str, str]) -> Pusher:
+    """Metrics, once a previous instance of this model has given back its own.
+
+    Triton gives both the same counters, frees them when the first one is done with them, and does not notice that the
+    other goes on writing there.
+    """
+    registry = TritonRegistry(args["model_name"], args["model_version"])
+    may_begin = lambda: not has_predecessor(args["model_instance_name"], args["model_version"])  # noqa: E731
+    return Pusher(router.metrics, router.worker_counts, registry, may_begin=may_begin)
 
 
 def _end_with_triton(pidfd: int) -> None:

@@ -177,8 +177,8 @@ class Router:
             self.metrics.count(PROMPT_TOKENS, stream.num_input_tokens)
             self.metrics.count(PREFIX_HITS, stream.cached_tokens)
         if stream.finished:
-            stream.finished.add_to(self.metrics)
             stream.finished.log()
+            stream.finished.add_to(self.metrics)
             stream.finished = None
 
     def _end(self, stream: Stream) -> None:

@@ -12,7 +12,8 @@ from backend_lib.router.metrics import Family, Kind, Series
 class TritonRegistry:
     """Shows metrics at Triton's /metrics, each with the labels `model` and `version` beside its own.
 
-    Raises pb_utils.TritonModelException when the server runs without metrics.
+    Raises pb_utils.TritonModelException when the server was built without metrics; one that was told not to show them
+    takes them all the same.
     """
 
     def __init__(self, model: str, version: str) -> None:

@@ -235,3 +235,12 @@ def test_a_request_that_no_worker_has_begun_is_not_blamed(it) -> None:
         gone = it.restart()
     assert gone == streams[:RUNNING]
     assert {stream.deaths for stream in streams[RUNNING:]} == {0}
+
+
+def test_a_streams_first_start_is_kept_through_restarts(it) -> None:
+    it.group.came_up()
+    stream = it.submit()
+    for _ in range(2):
+        it.begin(stream)
+        it.restart()
+        assert stream.first_started == 1

@@ -6,7 +6,10 @@ import json
 import logging
 import threading
 import time
+from collections.abc import Callable, Iterator
+from functools import cached_property
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -77,15 +80,34 @@ class FakeRegistry:
 class Rig:
     """A pusher whose worker says what the test sets."""
 
+    made: ClassVar[list[Rig]] = []
+
     def __init__(self, registry: FakeRegistry | None = None) -> None:
+        self.made.append(self)
         self.look = IDLE
         self.metrics = Metrics()
         self.counts = WorkerCounts(self.metrics, lambda: self.look)
         self.registry = registry or FakeRegistry()
-        self.pusher = Pusher(self.metrics, self.counts, self.registry)
+        self.may_begin = False
+
+    @cached_property
+    def pusher(self) -> Pusher:
+        return Pusher(self.metrics, self.counts, self.registry, may_begin=lambda: self.may_begin)
+
+    def start(self) -> None:
+        self.may_begin = True
+        assert self.pusher
+        wait_until(lambda: self.registry.calls > 0)
 
     def says(self, *, seconds: float = 0, streams: int = 0, **load: int) -> None:
         self.look = Look(IDLE.load._replace(**load), int(seconds * SECOND), 100, streams)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
 
 
 def finished(finish: FinishReason = FinishReason.LENGTH, error: ErrorKind | None = None, **times: int) -> Finished:
@@ -196,26 +218,45 @@ def test_a_flood_of_observations_is_written_bit_by_bit(monkeypatch) -> None:
     assert rig.metrics.next_observation()
 
 
-def test_a_server_without_metrics_leaves_nothing_in_the_registry() -> None:
+@pytest.fixture(autouse=True)
+def fast(monkeypatch) -> Iterator[None]:
+    monkeypatch.setattr(metrics_pusher, "PERIOD", 0.02)
+    yield
+    while Rig.made:
+        Rig.made.pop().pusher.close()
+
+
+def test_a_server_without_metrics_leaves_nothing_in_the_registry(caplog) -> None:
     rig = Rig(FakeRegistry(broken=FAMILIES[3].name))
-    with pytest.raises(RuntimeError, match="not supported"):
-        rig.pusher.start()
+    rig.may_begin = True
+    rig.pusher._thread.join(5)
     assert rig.registry.closed == 1
+    assert "no metrics: metrics not supported" in caplog.text
+    rig.pusher.close()
+
+
+def test_nothing_is_registered_before_it_may_begin() -> None:
+    rig = Rig()
+    assert rig.pusher
+    time.sleep(0.1)
+    assert not rig.registry.families
+    rig.start()
+    assert len(rig.registry.families) == len(FAMILIES)
+    rig.pusher.close()
+    waiting = Rig()
+    waiting.pusher.close()
+    assert not waiting.registry.families and waiting.registry.closed == 1
 
 
 def test_the_thread_sleeps_while_nothing_changes_and_ends_when_closed(monkeypatch) -> None:
-    monkeypatch.setattr(metrics_pusher, "PERIOD", 0.02)
     rig = Rig()
     looks: list[int] = []
     monkeypatch.setattr(rig.counts, "_look", lambda: looks.append(1) or rig.look)
-    rig.pusher.start()
-    time.sleep(0.1)
-    assert len(looks) == 1
+    rig.start()
+    time.sleep(0.2)
+    assert len(looks) == 2, "all is new, and then nothing"
     rig.metrics.count(REFUSED, value="invalid")
-    deadline = time.monotonic() + 5
-    while rig.registry.values.get(Series(REFUSED.name, "invalid")) != 1:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    wait_until(lambda: rig.registry.values.get(Series(REFUSED.name, "invalid")) == 1)
     time.sleep(0.2)
     before = len(looks)
     time.sleep(0.1)
@@ -227,7 +268,7 @@ def test_the_thread_sleeps_while_nothing_changes_and_ends_when_closed(monkeypatc
 
 def test_a_registry_that_fails_later_does_not_take_the_rest_with_it(monkeypatch, caplog) -> None:
     rig = Rig()
-    rig.pusher.start()
+    rig.start()
     monkeypatch.setattr(rig.registry, "increment", lambda series, by: 1 / 0)
     rig.metrics.count(REFUSED, value="invalid")
     rig.pusher._thread.join(5)
