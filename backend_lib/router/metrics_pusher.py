@@ -72,12 +72,15 @@ class WorkerCounts:
         with self._lock:
             last, self._last = self._last, (look := self._look())
             self._gauges(look)
-            for family, name in ((PAUSES, "pauses"), (RECOMPUTED, "recomputed")):
-                now, before = getattr(look.load, name, 0), getattr(last.load, name, 0) if last else 0
-                self._metrics.count(family, now - before if now >= before else now)
+            before = last.load if last else look.load._replace(pauses=0, recomputed=0)
+            self._count(PAUSES, before.pauses, look.load.pauses)
+            self._count(RECOMPUTED, before.recomputed, look.load.recomputed)
             if last:
                 self._step(last, look)
         return look
+
+    def _count(self, family: Family, before: int, now: int) -> None:
+        self._metrics.count(family, now - before if now >= before else now)
 
     def _gauges(self, look: Look) -> None:
         load, total = look.load, look.kv_tokens

@@ -24,6 +24,7 @@ from backend_lib.router.metrics import (
     KV_TOKENS,
     MAX_OBSERVATIONS,
     PAUSES,
+    RECOMPUTED,
     REFUSED,
     RUNNING,
     STEP_SECONDS,
@@ -41,7 +42,7 @@ from backend_lib.router.reply import ErrorKind
 
 ROOT = Path(__file__).parents[2]
 SECOND = 1_000_000_000
-IDLE = Look(Load(step=0, running=0, waiting=0, paused=0, kv_used=0, cached=0), 0, 100, 0)
+IDLE = Look(Load(step=0, running=0, waiting=0, paused=0, kv_used=0, cached=0, pauses=0, recomputed=0), 0, 100, 0)
 
 
 class FakeRegistry:
@@ -140,20 +141,12 @@ def test_gauges_follow_the_worker() -> None:
 
 
 def test_a_workers_counts_go_on_with_the_next_worker() -> None:
-    class CountingLoad(Load):
-        pauses = 0
-
     rig = Rig()
-
-    def say(pauses: int) -> None:
-        load = CountingLoad(*IDLE.load)
-        load.pauses = pauses
-        rig.look = IDLE._replace(load=load)
-        rig.counts.take()
-
     for pauses in (2, 5, 0, 1, 4):  # a death after the 5
-        say(pauses)
+        rig.look = IDLE._replace(load=IDLE.load._replace(pauses=pauses, recomputed=10 * pauses))
+        rig.counts.take()
     assert rig.metrics.get(PAUSES) == 9
+    assert rig.metrics.get(RECOMPUTED) == 90
 
 
 def test_a_step_is_the_mean_since_the_last_look() -> None:
