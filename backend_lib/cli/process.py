@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
-from urllib.request import Request, urlopen
+from urllib.request import ProxyHandler, Request, build_opener
 
 from backend_lib.cli.flags import ServerFlags
 from backend_lib.cli.repository import link_repository
@@ -22,6 +22,8 @@ from backend_lib.cli.server import STUB_NAME, TritonServer
 
 _PR_SET_PDEATHSIG = 1
 _SHM = Path("/dev/shm")
+# The server is on this machine: http_proxy is not meant for it.
+_open = build_opener(ProxyHandler({})).open
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +76,7 @@ class ServerProcess:
     def is_ready(self) -> bool:
         """Whether the model answers; a server that does not listen yet is not ready."""
         try:
-            with urlopen(f"{self.url}/v2/models/{self.plan.model}/ready", timeout=2) as answer:
+            with _open(f"{self.url}/v2/models/{self.plan.model}/ready", timeout=2) as answer:
                 return answer.status == 200
         except OSError:
             return False
@@ -86,7 +88,7 @@ class ServerProcess:
         """
         request = Request(f"{self.url}/v2/repository/index", data=b"{}", method="POST")
         try:
-            with urlopen(request, timeout=1) as answer:
+            with _open(request, timeout=1) as answer:
                 index = json.load(answer)
         except TimeoutError:
             return True

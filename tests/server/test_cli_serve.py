@@ -31,6 +31,15 @@ def test_the_printed_line_streams_an_answer(tmp_path, echo):
         assert "llm is ready after" in served.said()
 
 
+def test_a_proxy_is_not_asked_for_this_machine(tmp_path, echo, monkeypatch):
+    for name in ("http_proxy", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with tandem_serve(tmp_path, command=echo) as served:
+        assert "llm is ready after" in served.said()
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_everything_politely(tmp_path, echo, number):
     with tandem_serve(tmp_path, command=echo) as served:
