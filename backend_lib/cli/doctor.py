@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
-from backend_lib.cli.flags import ServerFlags
+from backend_lib.cli.flags import ServerFlags, check_ports
 from backend_lib.cli.options import Options
 from backend_lib.cli.server import ServerMissingError, TritonServer, find_server, libpython_name
 
@@ -120,12 +120,11 @@ def _model(options: Options) -> Finding:
 
 
 def _ports(flags: ServerFlags) -> list[Finding]:
-    return [
-        Finding("ok", f"{endpoint.name} port", f"{endpoint.address}:{endpoint.port} is free")
-        if endpoint.is_free
-        else Finding("missing", f"{endpoint.name} port", f"{endpoint.address}:{endpoint.port} is in use")
-        for endpoint in flags.endpoints
-    ]
+    try:
+        check_ports(flags.endpoints)
+    except ValueError as error:
+        return [Finding("missing", "ports", str(error))]
+    return [Finding("ok", f"{each.name} port", f"{each.address}:{each.port} is free") for each in flags.endpoints]
 
 
 def _attempt(subject: str, describe: Callable[[], str], check: Callable[[], object] | None = None) -> Finding:

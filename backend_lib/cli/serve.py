@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 
@@ -27,6 +28,7 @@ def serve(options: Options) -> int:
     if not plan.flags.allows("http"):
         raise ValueError("tandem serve asks the server over HTTP whether the model is ready; leave --allow-http on")
     check_ports(plan.flags.endpoints)
+    _ = plan.flags.exit_timeout  # refused now, not when the server has to end
     with Watch() as watch, started(plan) as process:
         watch.add(process.pid)
         code = _wait_ready(process, watch)
@@ -109,4 +111,5 @@ def _say(text: str) -> None:
 def _example(process: ServerProcess) -> str:
     """One line to paste."""
     body = '{"text_input": "The capital of France is", "stream": true, "max_tokens": 16, "temperature": 0}'
-    return f"curl -N {process.url}/v2/models/{process.plan.model}/generate_stream -d '{body}'"
+    url = shlex.quote(f"{process.url}/v2/models/{process.plan.model}/generate_stream")
+    return f"curl -N {url} -d '{body}'"

@@ -40,6 +40,13 @@ def test_a_proxy_is_not_asked_for_this_machine(tmp_path, echo, monkeypatch):
         assert "llm is ready after" in served.said()
 
 
+@pytest.mark.parametrize("address", ["::1", "localhost"])
+def test_an_address_triton_does_not_understand_is_served(tmp_path, echo, address):
+    flags = [f"--{door}-address={address}" for door in ("http", "grpc", "metrics")]
+    with tandem_serve(tmp_path, *flags, command=echo) as served:
+        assert served.post_example().rstrip().endswith('"text_output":"is"}')
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_everything_politely(tmp_path, echo, number):
     with tandem_serve(tmp_path, command=echo) as served:

@@ -10,6 +10,7 @@ from backend_lib.cli import doctor as report
 from backend_lib.cli.main import main
 from backend_lib.cli.options import Options
 from backend_lib.cli.server import ServerMissingError, TritonServer, find_server
+from tests.support.server import free_ports
 
 
 @pytest.mark.parametrize(
@@ -22,6 +23,8 @@ from backend_lib.cli.server import ServerMissingError, TritonServer, find_server
         (["--tritonserver", "/nonexistent/tritonserver"], "/nonexistent/tritonserver: no such program"),
         (["--model-repository", "/nonexistent"], "no llm/config.pbtxt in /nonexistent"),
         (["--", "--http-port=http"], "--http-port is 'http'; expected a number"),
+        (["--", "--http-port=99999"], "--http-port is '99999'; expected a number from 1 to 65535"),
+        (["--", "--grpc-port=9000", "--metrics-port=9000"], "grpc and metrics both have port 9000"),
         (["--", "--allow-http=false"], "leave --allow-http on"),
     ],
 )
@@ -56,7 +59,7 @@ def test_name_is_the_new_name_of_the_shipped_model_and_the_old_one_of_a_users(tm
 
 
 def test_doctor_finds_this_environment_complete(capsys):
-    assert main(["doctor", "--", "--http-port=0", "--grpc-port=0", "--metrics-port=0"]) == 0
+    assert main(["doctor", "--", *free_ports()]) == 0
     printed = capsys.readouterr().out
     for subject in (
         "python",
@@ -81,8 +84,13 @@ def test_doctor_says_what_is_missing(capsys):
         assert main(["doctor", "--model", "/nonexistent/model", "--", f"--http-port={port}"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("missing  model") and "/nonexistent/model" in line for line in lines)
-    assert any(line.startswith("missing  http port") and f"127.0.0.1:{port} is in use" in line for line in lines)
+    assert any(line.startswith("missing  ports") and f"already in use: http 127.0.0.1:{port}" in line for line in lines)
     assert lines[-1].endswith("missing")
+
+
+def test_doctor_reports_flags_that_can_not_be(capsys):
+    assert main(["doctor", "--", "--http-port=99999"]) == 1
+    assert "missing  ports          --http-port is '99999'" in capsys.readouterr().out
 
 
 def test_doctor_warns_of_numpy_2(monkeypatch):
