@@ -56,8 +56,9 @@ class Options:
 
     def plan(self) -> ServePlan:
         """Raises ValueError or FileNotFoundError that says what is wrong or missing."""
-        if self.name is not None and not re.fullmatch(r"[\w.-]+", self.name):
-            raise ValueError(f"--name {self.name}: expected letters, digits and . _ -, because it names a folder")
+        if self.name is not None and not re.fullmatch(r"\w[\w.-]{,127}", self.name, re.ASCII):
+            allowed = "letters, digits and . _ -, the first one no . or -, at most 128"
+            raise ValueError(f"--name {self.name}: expected {allowed}, because it names a folder")
         settings = self.settings()
         server = find_server(self.tritonserver)
         if problem := server.stub_problem():
@@ -81,5 +82,18 @@ def _split(text: str) -> tuple[str, str]:
 
 def _absolute(model: str) -> str:
     """A path as the router can use it from another folder; a hub id stays as it is."""
-    path = Path(model).expanduser()
-    return str(path.resolve()) if path.exists() else model
+    if not model.strip():
+        raise ValueError(
+            "parameter 'model' is empty; expected smollm2, a Hugging Face folder, a hub id, or a GGUF file"
+        )
+    try:
+        path = Path(model).expanduser()
+        return str(path.resolve()) if path.exists() else model
+    except (OSError, RuntimeError) as error:
+        # A name too long, a folder that may not be read, a home folder that nobody has.
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"model '{_shortened(model)}': {reason}") from None
+
+
+def _shortened(text: str, limit: int = 100) -> str:
+    return text if len(text) <= limit else f"{text[:limit]}…"

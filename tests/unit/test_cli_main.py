@@ -20,6 +20,13 @@ from tests.support.server import free_ports
         (["--set", "kv_tokens=many"], "parameter 'kv_tokens' is 'many'; allowed is a whole number from 2"),
         (["--set", "kv_tokens"], "--set kv_tokens: expected key=value"),
         (["--name", "a/b"], "--name a/b: expected letters"),
+        (["--name", ".."], "--name ..: expected letters"),
+        (["--name", "."], "--name .: expected letters"),
+        (["--name", "a" * 300], "at most 128"),
+        (["--model", "~nobodyx/x"], "model '~nobodyx/x': Could not determine home directory"),
+        (["--model", "m" * 5000], f"model '{'m' * 100}…': File name too long"),
+        (["--model", ""], "parameter 'model' is empty"),
+        (["--set", "model= "], "parameter 'model' is empty"),
         (["--tritonserver", "/nonexistent/tritonserver"], "/nonexistent/tritonserver: no such program"),
         (["--model-repository", "/nonexistent"], "no llm/config.pbtxt in /nonexistent"),
         (["--", "--http-port=http"], "--http-port is 'http'; expected a number"),
@@ -86,6 +93,12 @@ def test_doctor_says_what_is_missing(capsys):
     assert any(line.startswith("missing  model") and "/nonexistent/model" in line for line in lines)
     assert any(line.startswith("missing  ports") and f"already in use: http 127.0.0.1:{port}" in line for line in lines)
     assert lines[-1].endswith("missing")
+
+
+@pytest.mark.parametrize("model", ["~nobodyx/x", "m" * 5000, ""])
+def test_doctor_reports_a_model_that_can_be_none(model, capsys):
+    assert main(["doctor", "--model", model, "--", *free_ports()]) == 1
+    assert any(line.startswith("missing  ") and "model" in line for line in capsys.readouterr().out.splitlines())
 
 
 def test_doctor_reports_flags_that_can_not_be(capsys):
