@@ -12,6 +12,7 @@ import re
 import statistics
 import sys
 import threading
+import time
 from collections import defaultdict
 from pathlib import Path
 from urllib.request import urlopen
@@ -26,6 +27,7 @@ COUNTERS = (
     "tandem_pauses_total", "tandem_recomputed_tokens_total", "tandem_requests_finished_total",
     "tandem_requests_refused_total",
 )  # fmt: skip
+PUSH_SECONDS = 2.5  # the server shows a counter's last step this much later at most
 _LINE = re.compile(r"^(\w+)\{([^}]*)\} (\S+)$", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
@@ -39,6 +41,7 @@ def main() -> int:
     gauges = Gauges(args.metrics)
     code = serve(args.load[1:] if args.load[:1] == ["--"] else args.load)
     gauges.close()
+    time.sleep(PUSH_SECONDS)
     after = read_metrics(args.metrics)
     for name in sorted(after):
         if name.startswith(COUNTERS):
