@@ -17,6 +17,7 @@ from typing import IO, Any
 from urllib.request import ProxyHandler, Request, build_opener
 
 from backend_lib.cli.flags import ServerFlags
+from backend_lib.cli.leftovers import owner_mark, remove_leftovers
 from backend_lib.cli.repository import link_repository
 from backend_lib.cli.server import STUB_NAME, TritonServer
 
@@ -47,7 +48,7 @@ class ServerProcess:
 
     def __init__(self, plan: ServePlan, run: Path, log: IO[Any] | None = None) -> None:
         self.plan = plan
-        self.shm_prefix = f"tandem_{os.getpid()}_{uuid.uuid4().hex[:8]}_"
+        self.shm_prefix = f"tandem_{owner_mark()}{uuid.uuid4().hex[:8]}_"
         self._killed = False
         self._popen = subprocess.Popen(
             [str(plan.server.binary), *self._arguments(run)],
@@ -138,7 +139,8 @@ class ServerProcess:
 @contextlib.contextmanager
 def started(plan: ServePlan, log: IO[Any] | None = None) -> Iterator[ServerProcess]:
     """Start the server on a private model repository; on leaving, end it and remove what was made for it."""
-    with tempfile.TemporaryDirectory(prefix="tandem-") as folder:
+    remove_leftovers(Path(tempfile.gettempdir()), _SHM)
+    with tempfile.TemporaryDirectory(prefix=f"tandem-{owner_mark()}") as folder:
         run = Path(folder)
         rename = (plan.source_model, plan.model)
         link_repository(plan.source, run / "models", rename=rename, settings=plan.settings)

@@ -88,6 +88,10 @@ def test_nothing_stays_when_the_command_itself_is_killed(tmp_path, echo):
         served.popen.kill()
         _, alive = psutil.wait_procs(served.family, timeout=10)
         assert not alive
+        served.popen.wait()
+    with tandem_serve(tmp_path, command=echo) as following:
+        assert [each.name.split("_")[0] for each in tmp_path.glob("tandem-*")] == [f"tandem-{following.popen.pid}"]
+        assert not list(Path("/dev/shm").glob(f"tandem_{served.popen.pid}_*"))
 
 
 def test_a_model_that_fails_to_load_is_an_error(tmp_path, echo):
