@@ -16,6 +16,8 @@ _READY_POLL_S = 0.1
 _PROGRESS_S = 5.0
 # How often to look for a stub that a model load over the repository API has started.
 _RESCAN_S = 1.0
+# `timeout` and systemd signal a process and its whole group: what comes again this soon was meant once.
+_SAME_SIGNAL_S = 1.0
 
 
 def serve(options: Options) -> int:
@@ -75,12 +77,14 @@ def _run(process: ServerProcess, watch: Watch) -> int:
 def _end(process: ServerProcess, watch: Watch) -> int:
     """End the server on the user's wish: politely within its own time limit, at once on a second signal."""
     limit = process.plan.flags.exit_timeout
+    asked = time.monotonic()
     _say(f"ending, within {limit:.0f} s; once more ends it at once")
     process.terminate()
-    deadline = time.monotonic() + limit + 5
-    while time.monotonic() < deadline:
-        event = watch.wait(deadline - time.monotonic())
-        if event.signal or event.ended == process.pid:
+    deadline = asked + limit + 5
+    while (now := time.monotonic()) < deadline:
+        event = watch.wait(deadline - now)
+        again = event.signal and time.monotonic() > asked + _SAME_SIGNAL_S
+        if again or event.ended == process.pid:
             break
     return process.kill()
 

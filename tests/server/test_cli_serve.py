@@ -59,9 +59,17 @@ def test_a_signal_ends_everything_politely(tmp_path, echo, number):
 def test_a_second_signal_ends_at_once(tmp_path, echo):
     with tandem_serve(tmp_path, command=echo) as served:
         served.popen.send_signal(signal.SIGINT)
-        time.sleep(0.3)
+        time.sleep(1.1)
         served.popen.send_signal(signal.SIGINT)
         assert served.wait_end(1) != 0
+
+
+def test_a_doubled_signal_counts_once(tmp_path, echo):
+    with tandem_serve(tmp_path, command=echo) as served:
+        served.popen.send_signal(signal.SIGTERM)
+        time.sleep(0.1)
+        os.killpg(served.popen.pid, signal.SIGTERM)
+        assert served.wait_end(15) == 0
 
 
 def test_the_death_of_the_stub_ends_the_server_within_two_seconds(tmp_path, echo):
