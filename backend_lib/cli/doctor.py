@@ -109,11 +109,8 @@ def _repository(options: Options) -> Finding:
 
 
 def _model(options: Options) -> Finding:
-    # Imported here, because it takes tokenizers and gguf, and a report is most needed where they are missing.
     def describe() -> str:
-        from backend_lib.checkpoint import open_checkpoint
-
-        checkpoint = open_checkpoint(options.effective_settings().model)
+        checkpoint = options.open_model()
         return f"{checkpoint.name}, context of {checkpoint.context_length} tokens"
 
     return _attempt("model", describe)

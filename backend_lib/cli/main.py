@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,6 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, FileNotFoundError) as error:
         print(f"tandem: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:  # before there was a server, perhaps while a model was fetched from the hub
+        return 128 + signal.SIGINT
 
 
 def _split(arguments: list[str]) -> tuple[list[str], list[str]]:

@@ -6,12 +6,16 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from backend_lib.cli.flags import ServerFlags
 from backend_lib.cli.process import ServePlan
 from backend_lib.cli.repository import SHIPPED_MODEL, read_parameters, shipped_repository
 from backend_lib.cli.server import find_server
 from backend_lib.config import Settings
+
+if TYPE_CHECKING:
+    from backend_lib.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +57,23 @@ class Options:
         """The settings as the router will read them: config.pbtxt with the user's written in."""
         config = (self.source / self.source_model / "config.pbtxt").read_text()
         return Settings.from_parameters(read_parameters(config) | self.settings())
+
+    def open_model(self) -> Checkpoint:
+        """The checkpoint the router will open, so that what is wrong with it is said here and not in Triton's log.
+
+        Raises:
+            FileNotFoundError: there is no such model.
+            ValueError: it can't be read, or its context is too short for the settings.
+        """
+        # Imported here, because it takes tokenizers and gguf, and doctor is most needed where they are missing.
+        from backend_lib.checkpoint import open_checkpoint
+
+        settings = self.effective_settings()
+        checkpoint = open_checkpoint(settings.model)
+        longest, context = settings.max_model_len, checkpoint.context_length
+        if longest is not None and longest > context:
+            raise ValueError(f"parameter 'max_model_len' is {longest}; the context of {checkpoint.name} is {context}")
+        return checkpoint
 
     def plan(self) -> ServePlan:
         """Raises ValueError or FileNotFoundError that says what is wrong or missing."""

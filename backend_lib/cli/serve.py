@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import sys
 import time
@@ -31,6 +32,8 @@ def serve(options: Options) -> int:
         raise ValueError("tandem serve asks the server over HTTP whether the model is ready; leave --allow-http on")
     check_ports(plan.flags.endpoints)
     _ = plan.flags.exit_timeout  # refused now, not when the server has to end
+    if options.model_repository is None:  # the model of a user's repository need not be Tandem's
+        options.open_model()
     with Watch() as watch, started(plan) as process:
         watch.add(process.pid)
         code = _wait_ready(process, watch)
@@ -109,7 +112,9 @@ class _Progress:
 
 
 def _say(text: str) -> None:
-    print(f"tandem: {text}", file=sys.stderr, flush=True)
+    # A terminal that has hung up takes no words; the server must still end as it should.
+    with contextlib.suppress(OSError):
+        print(f"tandem: {text}", file=sys.stderr, flush=True)
 
 
 def _example(process: ServerProcess) -> str:

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import NamedTuple
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_STDIN = 0
 
 
 class Event(NamedTuple):
@@ -19,7 +20,11 @@ class Event(NamedTuple):
 
 
 class Watch:
-    """While it is entered, SIGINT, SIGTERM and SIGHUP become events instead of ending this process."""
+    """While it is entered, SIGINT, SIGTERM and SIGHUP become events instead of ending this process.
+
+    So does the hang-up of the terminal this process was started in the foreground of: the system tells only the
+    session's leader, and make as that leader waits for its command instead of passing it on.
+    """
 
     def __init__(self) -> None:
         self._poll = select.poll()
@@ -30,6 +35,8 @@ class Watch:
         self._previous = {number: signal.signal(number, lambda *_: None) for number in _SIGNALS}
         signal.set_wakeup_fd(self._waker, warn_on_full_buffer=False)
         self._poll.register(self._signals, select.POLLIN)
+        if _in_foreground():
+            self._poll.register(_STDIN, 0)  # POLLHUP is reported unasked
         return self
 
     def __exit__(
@@ -59,9 +66,20 @@ class Watch:
             # One byte for each signal; a handler that does nothing may also write one for a signal that is not ours.
             numbers = [number for number in os.read(self._signals, 64) if number in _SIGNALS]
             return Event(signal=numbers[0]) if numbers else Event()
+        if _STDIN in ready:
+            self._poll.unregister(_STDIN)
+            return Event(signal=signal.SIGHUP)
         ended = next((pid for pid, fd in self._pidfds.items() if fd in ready), None)
         if ended is not None:
             fd = self._pidfds.pop(ended)
             self._poll.unregister(fd)
             os.close(fd)
         return Event(ended=ended)
+
+
+def _in_foreground() -> bool:
+    """Whether standard input is this session's terminal and this process not a background job, which may outlive it."""
+    try:
+        return os.tcgetpgrp(_STDIN) == os.getpgrp()
+    except OSError:
+        return False

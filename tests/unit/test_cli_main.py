@@ -29,6 +29,11 @@ from tests.support.server import free_ports
         (["--set", "model= "], "parameter 'model' is empty"),
         (["--tritonserver", "/nonexistent/tritonserver"], "/nonexistent/tritonserver: no such program"),
         (["--model-repository", "/nonexistent"], "no llm/config.pbtxt in /nonexistent"),
+        (
+            ["--model", "/nonexistent/model"],
+            "model '/nonexistent/model' is not 'smollm2', a folder, a GGUF file or a hub",
+        ),
+        (["--set", "max_model_len=9000"], "parameter 'max_model_len' is 9000; the context of smollm2 is 8192"),
         (["--", "--http-port=http"], "--http-port is 'http'; expected a number"),
         (["--", "--http-port=99999"], "--http-port is '99999'; expected a number from 1 to 65535"),
         (["--", "--grpc-port=9000", "--metrics-port=9000"], "grpc and metrics both have port 9000"),
@@ -99,6 +104,17 @@ def test_doctor_says_what_is_missing(capsys):
 def test_doctor_reports_a_model_that_can_be_none(model, capsys):
     assert main(["doctor", "--model", model, "--", *free_ports()]) == 1
     assert any(line.startswith("missing  ") and "model" in line for line in capsys.readouterr().out.splitlines())
+
+
+def test_doctor_knows_the_models_context(capsys):
+    assert main(["doctor", "--set", "max_model_len=9000", "--", *free_ports()]) == 1
+    assert "'max_model_len' is 9000; the context of smollm2 is 8192" in capsys.readouterr().out
+
+
+def test_a_file_that_is_no_model_is_refused_in_one_sentence(tmp_path, capsys):
+    (tmp_path / "notes.txt").write_text("not a model")
+    assert main(["serve", "--model", str(tmp_path / "notes.txt"), "--", *free_ports()]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_doctor_reports_flags_that_can_not_be(capsys):
