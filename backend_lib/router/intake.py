@@ -17,7 +17,8 @@ from backend_lib.checkpoint import Checkpoint
 from backend_lib.config import Settings
 from backend_lib.request import GenerationRequest
 from backend_lib.router.contract import RequestError, checkpoint_defaults, parse_request
-from backend_lib.router.reply import Client
+from backend_lib.router.prompt_encoder import PromptEncoder
+from backend_lib.router.reply import Client, Verdict, verdict_of_client
 from backend_lib.router.siblings import Siblings
 from backend_lib.router.slot_pool import SlotPool
 from backend_lib.router.stream import Stream
@@ -25,11 +26,15 @@ from backend_lib.router.text import TextStream
 
 log = logging.getLogger("tandem")
 
+# Seconds after which a request has waited so long that its client may have gone: asking costs a round trip to Triton.
+PATIENCE = 0.04
+
 
 class Inbound(NamedTuple):
     """A request as it came: tensors by input name, request parameters, and who waits for the answer.
 
-    `arrival_ns` is in `time.time_ns()`; 0 is the moment at which its slot is written.
+    `arrival_ns` is in `time.time_ns()`; 0 is the moment at which its slot is written. `arrived` is in
+    `time.monotonic()`, and its deadline runs from there.
     """
 
     tensors: Mapping[str, np.ndarray]
@@ -38,10 +43,27 @@ class Inbound(NamedTuple):
     timeout_us: int
     sender: Client
     arrival_ns: int = 0
+    arrived: float = 0.0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of text in it."""
+        values = [*self.parameters.values()]
+        for array in self.tensors.values():
+            values += array.reshape(-1).tolist() if array.dtype == object else []
+        return sum(len(value) for value in values if isinstance(value, bytes | str))
 
 
 class NoRoom(RuntimeError):
     """The arena has no slots or no heap for the request until others end."""
+
+
+class Over(Exception):
+    """The request was over before its intake began."""
+
+    def __init__(self, verdict: Verdict) -> None:
+        super().__init__(verdict.words)
+        self.verdict = verdict
 
 
 class _Prompt(NamedTuple):
@@ -52,6 +74,7 @@ class _Prompt(NamedTuple):
     max_tokens: int
     seed: int
     arrival_ns: int
+    deadline: float | None
     leader: SlotRef
 
 
@@ -71,6 +94,7 @@ class Intake:
         self._default_max_tokens = min(
             settings.default_max_tokens, checkpoint.sampling.max_tokens or settings.default_max_tokens
         )
+        self._encoder = PromptEncoder(checkpoint.tokenizer)
         self._slots = arena.slots
         self._pool = pool
         self._ring = ring
@@ -84,19 +108,23 @@ class Intake:
         Raises:
             RequestError: the client's mistake.
             NoRoom: too much is under way.
+            Over: its deadline has passed, or its client has gone.
         """
         request = parse_request(
             inbound.tensors, inbound.parameters, inbound.request_id, inbound.timeout_us, self._settings,
             self._checkpoint.config.vocab_size, self._defaults,
         )  # fmt: skip
-        prompt_ids = self._checkpoint.tokenizer.encode(request.text).ids
+        deadline = inbound.arrived + request.timeout_us / 1e6 if request.timeout_us else None
+        self._check_client(inbound, request, deadline)
+        prompt_ids = self._encoder.encode(request.text, self.max_len)
         seed = request.sampling.seed
         prompt = _Prompt(
             request=request,
             token_ids=prompt_ids,
-            max_tokens=self._max_tokens(request, len(prompt_ids)),
+            max_tokens=min(request.sampling.max_tokens or self._default_max_tokens, self.max_len - len(prompt_ids)),
             seed=secrets.randbits(64) if seed is None else seed,
             arrival_ns=inbound.arrival_ns or time.time_ns(),
+            deadline=deadline,
             leader=leader,
         )
         return self._streams(prompt, inbound.sender, [leader, *self._more_slots(request.sampling.n - 1)])
@@ -106,17 +134,12 @@ class Intake:
         self._free(stream.extent)
         self._pool.retire(stream.slot, self._ring, stream.last_command)
 
-    def _max_tokens(self, request: GenerationRequest, prompt_len: int) -> int:
-        """Output tokens allowed: what was asked for or the default, as far as the context reaches."""
-        if prompt_len == 0:
-            raise RequestError("'text_input' has no tokens; allowed is text of at least one token")
-        if prompt_len >= self.max_len:
-            raise RequestError(
-                f"'text_input' has {prompt_len} tokens; allowed are at most {self.max_len - 1}, "
-                f"so that one more fits in {self.max_len}"
-            )
-        asked = request.sampling.max_tokens or self._default_max_tokens
-        return min(asked, self.max_len - prompt_len)
+    def _check_client(self, inbound: Inbound, request: GenerationRequest, deadline: float | None) -> None:
+        if time.monotonic() - inbound.arrived < PATIENCE and deadline is None:
+            return
+        verdict = verdict_of_client(request, deadline, inbound.sender)
+        if verdict:
+            raise Over(verdict)
 
     def _more_slots(self, count: int) -> list[SlotRef]:
         """Slots for the leader's siblings, all or none."""
@@ -132,7 +155,9 @@ class Intake:
         siblings = Siblings(sender, prompt.request) if len(refs) > 1 else None
         try:
             for index, ref in enumerate(refs):
-                streams.append(Stream(prompt.request, siblings.voice(index) if siblings else sender, *ref))
+                streams.append(
+                    Stream(prompt.request, siblings.voice(index) if siblings else sender, *ref, prompt.deadline)
+                )
                 streams[-1].extent = self._write_slot(prompt, ref, index)
                 streams[-1].begin(self._text(prompt), len(prompt.token_ids))
         except BaseException:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from enum import Enum
 from typing import NamedTuple, Protocol
 
-from backend_lib.request import FinishReason, OutputOptions
+from backend_lib.request import FinishReason, GenerationRequest, OutputOptions
 
 
 class ErrorKind(Enum):
@@ -57,3 +58,13 @@ class Client(Sender, Protocol):
 
     def send_siblings(self, replies: list[Reply], news: list[int], *, final: bool) -> None:
         """Send a response for n sequences: a reply of each, and the indices of those that have something new."""
+
+
+def verdict_of_client(request: GenerationRequest, deadline: float | None, sender: Sender) -> Verdict | None:
+    """Whether the client wants no more of a request: its deadline (`time.monotonic()`) has passed, or it has gone."""
+    if deadline is not None and time.monotonic() > deadline:
+        words = f"the request's timeout of {request.timeout_us} us has passed"
+        return Verdict(FinishReason.DEADLINE, ErrorKind.UNAVAILABLE, words)
+    if sender.is_cancelled():
+        return Verdict(FinishReason.CANCELLED, ErrorKind.CANCELLED, "the request was cancelled")
+    return None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 from backend_lib.arena import Arena, ArenaSpec, SlotRef
 from backend_lib.checkpoint import Checkpoint, open_checkpoint
@@ -13,9 +13,11 @@ from backend_lib.config import Settings
 from backend_lib.request import FinishReason
 from backend_lib.router import finished
 from backend_lib.router.contract import RequestError
+from backend_lib.router.finished import Finished, Times
 from backend_lib.router.group import MAX_DEATHS, Group
-from backend_lib.router.intake import Inbound, Intake, NoRoom
-from backend_lib.router.metrics import GENERATION_TOKENS, PREFIX_HITS, PROMPT_TOKENS, RESTARTS, Metrics
+from backend_lib.router.intake import Inbound, Intake, NoRoom, Over
+from backend_lib.router.intake_queue import MAX_BYTES, IntakeQueue
+from backend_lib.router.metrics import FINISHED, GENERATION_TOKENS, PREFIX_HITS, PROMPT_TOKENS, RESTARTS, Metrics
 from backend_lib.router.metrics_pusher import Look, WorkerCounts
 from backend_lib.router.reply import UNLOADING, ErrorKind, Verdict
 from backend_lib.router.reply_pool import ReplyPool
@@ -27,7 +29,6 @@ from backend_lib.router.watcher import Watcher
 log = logging.getLogger("tandem")
 
 REPLY_THREADS = 4
-INTAKE_THREADS = 2
 RING_RECORDS = 4096
 MAX_HEAP_BYTES = 1 << 31
 MAX_FAILED_STARTS = 5  # in a row, over some 15 seconds; then those who wait for the worker are told
@@ -76,7 +77,7 @@ class Router:
             is_serving=is_serving,
             drain_seconds=settings.drain_seconds,
         )
-        self._intake_threads = ThreadPoolExecutor(INTAKE_THREADS, thread_name_prefix="tandem-intake")
+        self._intake_queue = IntakeQueue(self._take)
         self._doorbell = threading.Thread(target=self._drain_forever, name="tandem-doorbell", daemon=True)
         self._doorbell.start()
 
@@ -88,12 +89,14 @@ class Router:
             reason = "unloading" if self._closing else "queue_full"
             finished.refused(self.metrics, inbound.request_id, reason, ErrorKind.UNAVAILABLE)
             return
-        self._intake_threads.submit(self._take, inbound, taken[0])
+        if not self._intake_queue.put(inbound._replace(arrived=time.monotonic()), taken[0]):
+            words = f"the requests that wait to be read have more than {MAX_BYTES >> 20} MiB"
+            self._refuse(inbound, taken[0], ErrorKind.UNAVAILABLE, "queue_full", words)
 
     def close(self) -> None:
         """End every request and every worker. Each client still waiting is told."""
         self._closing = True
-        self._intake_threads.shutdown()
+        self._intake_queue.close()
         for stream in list(self._streams.values()):
             if stream.decide(UNLOADING):
                 self._replies.mark(stream)
@@ -113,6 +116,8 @@ class Router:
             self._refuse(inbound, leader, ErrorKind.INVALID_ARG, "invalid", str(error))
         except NoRoom as error:
             self._refuse(inbound, leader, ErrorKind.UNAVAILABLE, "arena_full", str(error))
+        except Over as over:
+            self._finish_early(inbound, leader, over.verdict)
         except Exception as error:
             log.exception("a request could not be prepared")
             self._pool.retire(leader.slot, self._group.ring, 0)
@@ -129,6 +134,15 @@ class Router:
         self._pool.retire(leader.slot, self._group.ring, 0)
         inbound.sender.fail(kind, words)
         finished.refused(self.metrics, inbound.request_id, reason, kind)
+
+    def _finish_early(self, inbound: Inbound, leader: SlotRef, verdict: Verdict) -> None:
+        assert verdict.error is not None
+        self._pool.retire(leader.slot, self._group.ring, 0)
+        inbound.sender.fail(verdict.error, verdict.words)
+        times = Times(arrival=inbound.arrival_ns, end=time.time_ns())
+        ended = Finished(inbound.request_id, verdict.finish, verdict.error, 0, 0, 0, times)
+        ended.log()
+        self.metrics.count(FINISHED, value=ended.reason)  # and nothing else: it had no tokens
 
     # The doorbell thread.
 

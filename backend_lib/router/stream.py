@@ -23,12 +23,14 @@ class Stream:
     `released`.
     """
 
-    def __init__(self, request: GenerationRequest, sender: Sender, slot: int, generation: int) -> None:
+    def __init__(
+        self, request: GenerationRequest, sender: Sender, slot: int, generation: int, deadline: float | None = None
+    ) -> None:
         self.request = request
         self.sender = sender
         self.slot = slot
         self.generation = generation
-        self.deadline = time.monotonic() + request.timeout_us / 1e6 if request.timeout_us else None
+        self.deadline = deadline  # in time.monotonic()
         self.num_input_tokens = 0
         self.extent = -1  # where the slot's extent begins
         # Owned by the group.

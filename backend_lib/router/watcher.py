@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from backend_lib.request import FinishReason
-from backend_lib.router.reply import UNLOADING, ErrorKind, Verdict
+from backend_lib.router.reply import UNLOADING, ErrorKind, Verdict, verdict_of_client
 from backend_lib.router.stream import Stream
 
 # Asking costs a round trip through Triton (about 0.1 ms), so a sweep takes its time when there are many to ask.
@@ -104,12 +104,6 @@ class Watcher:
             self._on_verdict(stream)
 
     def _verdict(self, stream: Stream) -> Verdict | None:
-        now = time.monotonic()
-        if now > self._drained_at:
+        if time.monotonic() > self._drained_at:
             return UNLOADING
-        if stream.deadline is not None and now > stream.deadline:
-            words = f"the request's timeout of {stream.request.timeout_us} us has passed"
-            return Verdict(FinishReason.DEADLINE, ErrorKind.UNAVAILABLE, words)
-        if stream.sender.is_cancelled():
-            return Verdict(FinishReason.CANCELLED, ErrorKind.CANCELLED, "the request was cancelled")
-        return None
+        return verdict_of_client(stream.request, stream.deadline, stream.sender)

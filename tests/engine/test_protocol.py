@@ -250,7 +250,7 @@ def test_a_full_queue_refuses_at_once_and_harms_nobody(folder) -> None:
     [
         ("", "'text_input' is ''"),
         (hash_text([5] * 256), "'text_input' has 256 tokens; allowed are at most 255"),
-        (hash_text([5] * 3000), "allowed are at most 255"),
+        (hash_text([5] * 1500), "allowed are at most 255"),
         ("\u4dff", "'text_input' has no tokens"),  # a character that the tokenizer does not know
     ],
 )
@@ -259,6 +259,92 @@ def test_prompts_that_cannot_be_served_are_refused_in_words(router, text: str, w
     router.submit(ask.inbound())
     kind, message = ask.sender.wait().error
     assert kind is ErrorKind.INVALID_ARG and words in message
+
+
+def test_what_cannot_fit_is_not_tokenised(router, monkeypatch) -> None:
+    monkeypatch.setattr(router._intake._encoder, "_tokenizer", None)
+    ask = Ask([], {"max_tokens": 1}, text="a" * 1_000_000)
+    router.submit(ask.inbound())
+    kind, message = ask.sender.wait().error
+    assert kind is ErrorKind.INVALID_ARG
+    assert message == "'text_input' has 1000000 bytes; allowed are at most 5100, which is 255 tokens of 20 bytes"
+
+
+class SlowTokenizer:
+    """Takes its time with a text that is `slow`, and keeps what it was given."""
+
+    def __init__(self, tokenizer, slow: str) -> None:
+        self.texts: list[str] = []
+        self.may_go_on = threading.Event()
+        self._tokenizer = tokenizer
+        self._slow = slow
+
+    def encode_batch_fast(self, texts: list[str]):
+        self.texts += texts
+        if texts == [self._slow]:
+            self.may_go_on.wait(10)
+        return self._tokenizer.encode_batch_fast(texts)
+
+
+@pytest.fixture
+def slow(router, monkeypatch) -> SlowTokenizer:
+    tokenizer = SlowTokenizer(router._intake._encoder._tokenizer, slow=hash_text([9]))
+    monkeypatch.setattr(router._intake._encoder, "_tokenizer", tokenizer)
+    return tokenizer
+
+
+def test_a_request_that_is_over_before_its_intake_is_not_tokenised(router, slow) -> None:
+    before = [Ask([9], {"max_tokens": 1}) for _ in range(2)]
+    late, gone = Ask([5], {"max_tokens": 1}, timeout_us=50_000), Ask([6], {"max_tokens": 1})
+    for ask in (*before, late, gone):
+        router.submit(ask.inbound())
+    gone.sender.cancelled = True
+    time.sleep(0.1)
+    slow.may_go_on.set()
+    late.check_prefix(ErrorKind.UNAVAILABLE)
+    gone.check_prefix(ErrorKind.CANCELLED)
+    assert late.sender.error[1] == "the request's timeout of 50000 us has passed"
+    for ask in before:
+        ask.check()
+    assert slow.texts == [hash_text([9])] * 2
+
+
+def test_a_deadline_runs_from_the_arrival(router, slow) -> None:
+    """Also while the prompt is tokenised: what comes of that is not computed for as long again."""
+    late = Ask([9], {"max_tokens": 200, "ignore_eos": True}, timeout_us=200_000)
+    started = time.monotonic()
+    router.submit(late.inbound())
+    time.sleep(0.25)
+    slow.may_go_on.set()
+    late.check_prefix(ErrorKind.UNAVAILABLE)
+    assert time.monotonic() - started < 0.4
+
+
+def test_long_prompts_do_not_keep_short_ones_waiting(router, slow, monkeypatch) -> None:
+    monkeypatch.setattr("backend_lib.router.intake_queue.LONG_BYTES", 3)
+    slow._slow = hash_text([9, 9])
+    long = [Ask([9, 9], {"max_tokens": 1}) for _ in range(3)]
+    short = Ask([5], {"max_tokens": 1})
+    for ask in (*long, short):
+        router.submit(ask.inbound())
+    short.check(timeout=5)
+    slow.may_go_on.set()
+    for ask in long:
+        ask.check()
+
+
+def test_text_that_waits_is_bounded(router, slow, monkeypatch) -> None:
+    monkeypatch.setattr("backend_lib.router.intake_queue.MAX_BYTES", 10)
+    fits = [Ask([9], {"max_tokens": 1}) for _ in range(3)]
+    refused = Ask([9], {"max_tokens": 1})
+    for ask in (*fits, refused):
+        router.submit(ask.inbound())
+    assert refused.sender.done.is_set()  # before submit returned
+    assert refused.sender.error == (ErrorKind.UNAVAILABLE, "the requests that wait to be read have more than 256 MiB")
+    slow.may_go_on.set()
+    for ask in fits:
+        ask.check()
+    assert router._intake_queue._num_bytes == 0
 
 
 def test_the_longest_prompt_gets_one_token(router) -> None:

@@ -15,7 +15,9 @@ from tests.support.senders import ListSender
 
 
 def new_stream(timeout_us: int = 0, sender: ListSender | None = None) -> Stream:
-    return Stream(GenerationRequest(request_id="", text="", timeout_us=timeout_us), sender or ListSender(), 0, 1)
+    request = GenerationRequest(request_id="", text="", timeout_us=timeout_us)
+    deadline = time.monotonic() + timeout_us / 1e6 if timeout_us else None
+    return Stream(request, sender or ListSender(), 0, 1, deadline)
 
 
 class Verdicts:

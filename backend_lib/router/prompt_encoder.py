@@ -1,0 +1,101 @@
+"""Prompts to token ids, without work for what cannot fit and without stopping other threads."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from tokenizers import Tokenizer
+from tokenizers.pre_tokenizers import ByteLevel
+
+from backend_lib.router.contract import RequestError
+
+# Bytes of text for each that ends up in a token, where a tokenizer does not keep them all. NFC leaves a third at least.
+# What drops blanks, accents or unknown characters has no bound, so there the limit is ours.
+_SHRINKS = 4
+
+_BYTES_OF_TEXT = set(range(256)) - {0xC0, 0xC1, *range(0xF5, 0x100)}  # the others are in no UTF-8
+
+
+class PromptEncoder:
+    """A tokenizer for text from clients. Threads may share it.
+
+    `bytes_per_token`: bytes of text that one token may stand for.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.bytes_per_token = _bytes_per_token(tokenizer)
+
+    def encode(self, text: str, max_len: int) -> list[int]:
+        """The ids of a prompt after which one more token fits in `max_len`.
+
+        Raises:
+            RequestError: it has no tokens, or too many.
+        """
+        self._check_bytes(len(text.encode()), max_len)
+        # `encode` would hold Python's lock throughout, and with it every stream; the batch call does not.
+        encoding = self._tokenizer.encode_batch_fast([text])[0]
+        if len(encoding) == 0:
+            raise RequestError("'text_input' has no tokens; allowed is text of at least one token")
+        if len(encoding) >= max_len:
+            raise RequestError(
+                f"'text_input' has {len(encoding)} tokens; allowed are at most {max_len - 1}, "
+                f"so that one more fits in {max_len}"
+            )
+        ids: list[int] = encoding.ids
+        return ids
+
+    def _check_bytes(self, num_bytes: int, max_len: int) -> None:
+        allowed = (max_len - 1) * self.bytes_per_token
+        if num_bytes > allowed:
+            raise RequestError(
+                f"'text_input' has {num_bytes} bytes; allowed are at most {allowed}, "
+                f"which is {max_len - 1} tokens of {self.bytes_per_token} bytes"
+            )
+
+
+def _bytes_per_token(tokenizer: Tokenizer) -> int:
+    parts = json.loads(tokenizer.to_str())
+    added = {token["content"] for token in parts["added_tokens"]}
+    # A byte-level vocabulary spells each byte as one character.
+    size = len if "ByteLevel" in _types(parts["pre_tokenizer"], "pretokenizers") else _utf8_len
+    longest = max(_utf8_len(token) if token in added else size(token) for token in tokenizer.get_vocab())
+    return longest if _keeps_all(parts) else longest * _SHRINKS
+
+
+def _utf8_len(text: str) -> int:
+    return len(text.encode())
+
+
+def _keeps_all(parts: dict[str, Any]) -> bool:
+    """Whether each byte of a text is in some token."""
+    model, vocabulary = parts["model"], parts["model"].get("vocab", {})
+    if model["type"] != "BPE" or any(token["lstrip"] or token["rstrip"] for token in parts["added_tokens"]):
+        return False
+    if not all(_keeps_bytes(each) for each in _flat(parts["normalizer"], "normalizers")):
+        return False
+    cutters = _flat(parts["pre_tokenizer"], "pretokenizers")
+    if any(each["type"] not in ("ByteLevel", "Split") or each.get("behavior") == "Removed" for each in cutters):
+        return False
+    if "ByteLevel" in _types(parts["pre_tokenizer"], "pretokenizers"):
+        return set(ByteLevel.alphabet()) <= vocabulary.keys()
+    return bool(model.get("byte_fallback")) and all(f"<0x{byte:02X}>" in vocabulary for byte in _BYTES_OF_TEXT)
+
+
+def _keeps_bytes(normalizer: dict[str, Any]) -> bool:
+    is_space_mark = normalizer["type"] == "Replace" and normalizer["pattern"] == {"String": " "}
+    return normalizer["type"] == "Prepend" or (is_space_mark and bool(normalizer["content"]))
+
+
+def _types(part: dict[str, Any] | None, children: str) -> set[str]:
+    return {each["type"] for each in _flat(part, children)}
+
+
+def _flat(part: dict[str, Any] | None, children: str) -> list[dict[str, Any]]:
+    """A part of a tokenizer as a list, sequences taken apart."""
+    if part is None:
+        return []
+    if part["type"] != "Sequence":
+        return [part]
+    return [each for child in part[children] for each in _flat(child, children)]
