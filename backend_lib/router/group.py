@@ -12,8 +12,17 @@ from backend_lib.router.stream import Stream
 # Sequences posted beyond those that can run, so that a worker that finishes one has the next at hand.
 LOOKAHEAD = 8
 
+# Commands of each posted sequence that can be unread at once. Between two looks at the ring a worker may release all it
+# has, with their ABORTs unread, and as many others be admitted and aborted in their place.
+_UNREAD = 3
+
 # A sequence that has been in the batch at this many deaths of a worker, each without a token in between, is failed.
 MAX_DEATHS = 3
+
+
+def ring_records(max_running: int) -> int:
+    """Records with which the ring of a worker that lives is never full."""
+    return _UNREAD * (max_running + LOOKAHEAD)
 
 
 class Group:
@@ -118,11 +127,12 @@ class Group:
 
     def _post_waiting(self) -> None:
         while self._up and self._queue and len(self._posted) < self._max_posted:
-            stream = heapq.heappop(self._queue)[2]
+            stream = self._queue[0][2]
             if not stream.released:
+                self._admit(stream)  # first: when that fails it still waits
                 self._posted[stream.slot] = stream
                 stream.posted = True
-                self._admit(stream)
+            heapq.heappop(self._queue)
 
     def _admit(self, stream: Stream) -> None:
         published = self._slots.published(stream.slot, stream.generation)

@@ -14,7 +14,7 @@ from backend_lib.request import FinishReason
 from backend_lib.router import finished
 from backend_lib.router.contract import RequestError
 from backend_lib.router.finished import Finished, Times
-from backend_lib.router.group import MAX_DEATHS, Group
+from backend_lib.router.group import MAX_DEATHS, Group, ring_records
 from backend_lib.router.intake import Inbound, Intake, NoRoom, Over
 from backend_lib.router.intake_queue import MAX_BYTES, IntakeQueue
 from backend_lib.router.metrics import FINISHED, GENERATION_TOKENS, PREFIX_HITS, PROMPT_TOKENS, RESTARTS, Metrics
@@ -29,7 +29,6 @@ from backend_lib.router.watcher import Watcher
 log = logging.getLogger("tandem")
 
 REPLY_THREADS = 4
-RING_RECORDS = 4096
 MAX_HEAP_BYTES = 1 << 31
 MAX_FAILED_STARTS = 5  # in a row, over some 15 seconds; then those who wait for the worker are told
 PARAMS_BYTES = 4096  # of a typical slot's parameter blob, for the size of the heap
@@ -125,10 +124,17 @@ class Router:
             finished.failed(self.metrics, inbound.request_id)
         else:
             for stream in streams:
-                self._streams[stream.slot] = stream
-                self._watcher.add(stream)  # first: a stream that has been submitted may be over before the next line
-                self._group.submit(stream)
+                self._begin(stream)
             self.metrics.touch()
+
+    def _begin(self, stream: Stream) -> None:
+        self._streams[stream.slot] = stream
+        self._watcher.add(stream)  # first: a stream that has been submitted may be over before the next line
+        try:
+            self._group.submit(stream)
+        except Exception as error:
+            log.exception("a request could not be queued")
+            self._end_with(stream, error)
 
     def _refuse(self, inbound: Inbound, leader: SlotRef, kind: ErrorKind, reason: str, words: str) -> None:
         self._pool.retire(leader.slot, self._group.ring, 0)
@@ -179,8 +185,7 @@ class Router:
             stream.advance(self._arena.slots, self._group.abort)
         except Exception as error:
             log.exception("a reply could not be made")
-            if stream.decide(Verdict(FinishReason.ERROR, ErrorKind.INTERNAL, f"{type(error).__name__}: {error}")):
-                self._end(stream)
+            self._end_with(stream, error)
         self._account(stream, stream.num_output_tokens - before, is_first=not before)
         self._maybe_retire(stream)
 
@@ -195,10 +200,16 @@ class Router:
             stream.finished.add_to(self.metrics)
             stream.finished = None
 
+    def _end_with(self, stream: Stream, error: BaseException) -> None:
+        if stream.decide(Verdict(FinishReason.ERROR, ErrorKind.INTERNAL, f"{type(error).__name__}: {error}")):
+            self._end(stream)
+
     def _end(self, stream: Stream) -> None:
         """The stream has a verdict: stop computing it and tell the client."""
-        self._group.abort(stream)
-        self._replies.mark(stream)
+        try:
+            self._group.abort(stream)
+        finally:
+            self._replies.mark(stream)
 
     def _maybe_retire(self, stream: Stream) -> None:
         if not stream.may_retire():
@@ -263,7 +274,7 @@ def _arena_spec(settings: Settings, max_model_len: int) -> ArenaSpec:
         num_groups=settings.data_parallel,
         num_ranks=settings.tensor_parallel,
         num_slots=num_slots,
-        ring_records=RING_RECORDS,
+        ring_records=ring_records(settings.max_running),
         dirty_records=max(4 * num_slots, 1024),
         heap_bytes=min(num_slots * (4 * max_model_len + PARAMS_BYTES), MAX_HEAP_BYTES),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
@@ -10,6 +11,8 @@ from collections.abc import Callable
 from backend_lib.request import FinishReason
 from backend_lib.router.reply import UNLOADING, ErrorKind, Verdict, verdict_of_client
 from backend_lib.router.stream import Stream
+
+log = logging.getLogger("tandem")
 
 # Asking costs a round trip through Triton (about 0.1 ms), so a sweep takes its time when there are many to ask.
 MIN_PERIOD = 0.04
@@ -93,15 +96,19 @@ class Watcher:
             self._drained_at = now + self._drain_seconds
 
     def _look_at(self, stream: Stream) -> None:
+        """One stream's trouble stays its own: this thread also keeps everybody else's deadline."""
         if stream.answered:
             return
         try:
             verdict = self._verdict(stream)
-        except Exception as error:  # from Triton: this thread also keeps everybody else's deadline
+        except Exception as error:  # from Triton
             words = f"the client cannot be asked whether it is still there: {error}"
             verdict = Verdict(FinishReason.ERROR, ErrorKind.INTERNAL, words)
-        if verdict and stream.decide(verdict):
-            self._on_verdict(stream)
+        try:
+            if verdict and stream.decide(verdict):
+                self._on_verdict(stream)
+        except Exception:
+            log.exception("a stream that is over could not be ended")
 
     def _verdict(self, stream: Stream) -> Verdict | None:
         if time.monotonic() > self._drained_at:

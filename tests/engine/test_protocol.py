@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from backend_lib.arena.ring import RingFull
 from backend_lib.config import Settings
 from backend_lib.models.hash_model import expected_next
 from backend_lib.request import FinishReason
@@ -212,6 +213,21 @@ def test_a_stream_that_is_over_before_its_submit_returns_leaves_nothing(router, 
     ask.check()
     assert returned.wait(5)
     time.sleep(0.05)  # for what the intake thread may still do with it
+
+
+def test_a_request_that_cannot_be_posted_is_answered(router, monkeypatch) -> None:
+    def full(*args) -> int:
+        raise RingFull("command ring is full")
+
+    ask = Ask([5, 6], {"max_tokens": 1})
+    with monkeypatch.context() as context:
+        context.setattr(router._group.ring, "post", full)
+        router.submit(ask.inbound())
+        ask.check_prefix(ErrorKind.INTERNAL)
+    assert ask.sender.error == (ErrorKind.INTERNAL, "RingFull: command ring is full")
+    again = Ask([5, 6], {"max_tokens": 1})
+    router.submit(again.inbound())
+    again.check()
 
 
 def test_a_cancelled_request_gives_its_memory_back_soon(router) -> None:

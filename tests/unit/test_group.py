@@ -7,8 +7,9 @@ import threading
 import pytest
 
 from backend_lib.arena import CommandKind
+from backend_lib.arena.ring import RingFull
 from backend_lib.request import FinishReason, GenerationRequest
-from backend_lib.router.group import LOOKAHEAD, MAX_DEATHS, Group
+from backend_lib.router.group import LOOKAHEAD, MAX_DEATHS, Group, ring_records
 from backend_lib.router.reply import ErrorKind, Verdict
 from backend_lib.router.stream import Stream
 from tests.support.arena import close, new_arena
@@ -24,7 +25,9 @@ class Fixture:
     """A group without a worker; the test reads the ring and publishes as a worker would."""
 
     def __init__(self) -> None:
-        self.arena = new_arena(num_groups=1, num_ranks=1, num_slots=64, ring_records=256, dirty_records=64)
+        self.arena = new_arena(
+            num_groups=1, num_ranks=1, num_slots=64, ring_records=ring_records(RUNNING), dirty_records=64
+        )
         self.released: list[Stream] = []
         self.group = Group(self.arena, 0, max_running=RUNNING, on_released=self.released.append)
         self.made = 0
@@ -90,6 +93,33 @@ def test_no_more_is_posted_than_can_run_and_a_few(it) -> None:
     it.group.settle(streams[3])  # told twice, counted once
     assert it.commands() == [(ADMIT, streams[FULL].slot)]
     assert it.released == [streams[3]]
+
+
+def test_the_ring_holds_what_a_worker_can_leave_unread(it) -> None:
+    it.group.came_up()
+    streams = [it.submit() for _ in range(2 * FULL)]
+    it.commands()
+    for stream in streams[:FULL]:
+        it.abort(stream)
+    for stream in streams[:FULL]:
+        it.group.settle(stream)
+    for stream in streams[FULL:]:
+        it.abort(stream)  # raises RingFull after a while, were there no room
+    assert len(it.commands()) == ring_records(RUNNING)
+
+
+def test_a_post_that_fails_leaves_the_stream_waiting(it, monkeypatch) -> None:
+    it.group.came_up()
+    with monkeypatch.context() as context, pytest.raises(RingFull):
+        context.setattr(it.group.ring, "post", failing_post)
+        it.submit()
+    assert it.group.num_streams == 1
+    second = it.submit()
+    assert it.commands() == [(ADMIT, 0), (ADMIT, second.slot)]
+
+
+def failing_post(*args) -> int:
+    raise RingFull("full")
 
 
 def test_an_abort_before_the_post_needs_no_worker(it) -> None:

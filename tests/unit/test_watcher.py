@@ -163,3 +163,19 @@ def test_a_sender_that_cannot_be_asked_takes_nobody_elses_deadline_away() -> Non
         watcher.add(late)
         assert set(verdicts.wait(2)) == {broken, late}
         assert broken.verdict.error is ErrorKind.INTERNAL and "factory is gone" in broken.verdict.words
+
+
+def test_a_verdict_that_cannot_be_carried_out_takes_nobody_elses_deadline_away() -> None:
+    told = []
+
+    def failing(stream: Stream) -> None:
+        told.append(stream)
+        raise RuntimeError("the ring is full")
+
+    watcher = Watcher(failing, is_serving=lambda: True, drain_seconds=0)
+    streams = {new_stream(timeout_us=each) for each in (1, 100_000)}
+    for stream in streams:
+        watcher.add(stream)
+    time.sleep(0.4)
+    watcher.close()
+    assert set(told) == streams and len(told) == 2
