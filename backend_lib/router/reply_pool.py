@@ -55,7 +55,7 @@ class ReplyPool:
                 self._marks[stream] = False
             try:
                 self._work(stream)
-            except Exception:
+            except BaseException:  # a thread that ended would leave its streams without an answer
                 log.exception("a reply failed")
             with self._lock:
                 again = self._marks.pop(stream)

@@ -117,7 +117,7 @@ class Router:
             self._refuse(inbound, leader, ErrorKind.UNAVAILABLE, "arena_full", str(error))
         except Over as over:
             self._finish_early(inbound, leader, over.verdict)
-        except Exception as error:
+        except BaseException as error:  # a panic in `tokenizers` is no Exception
             log.exception("a request could not be prepared")
             self._pool.retire(leader.slot, self._group.ring, 0)
             inbound.sender.fail(ErrorKind.INTERNAL, f"{type(error).__name__}: {error}")
@@ -183,7 +183,7 @@ class Router:
         before = stream.num_output_tokens
         try:
             stream.advance(self._arena.slots, self._group.abort)
-        except Exception as error:
+        except BaseException as error:  # as above
             log.exception("a reply could not be made")
             self._end_with(stream, error)
         self._account(stream, stream.num_output_tokens - before, is_first=not before)

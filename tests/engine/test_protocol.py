@@ -309,6 +309,39 @@ def slow(router, monkeypatch) -> SlowTokenizer:
     return tokenizer
 
 
+class Panic(BaseException):
+    """As a panic in Rust arrives in Python."""
+
+
+def test_a_panic_in_the_tokenizer_is_that_requests_error(router, monkeypatch) -> None:
+    def panic(*args):
+        raise Panic("index out of bounds")
+
+    monkeypatch.setattr(router._intake._encoder, "encode", panic)
+    asks = [Ask([5], {"max_tokens": 1}) for _ in range(5)]
+    for ask in asks:
+        router.submit(ask.inbound())
+    for ask in asks:
+        ask.check_prefix(ErrorKind.INTERNAL)
+        assert ask.sender.error == (ErrorKind.INTERNAL, "Panic: index out of bounds")
+
+
+def test_a_panic_while_text_is_made_is_that_requests_error(router, monkeypatch) -> None:
+    def panic(*args):
+        raise Panic("index out of bounds")
+
+    asks = [Ask([5, number], {"max_tokens": 9, "ignore_eos": True}) for number in range(5, 13)]
+    with monkeypatch.context() as context:
+        context.setattr("backend_lib.router.text.TextStream.push", panic)
+        for ask in asks:
+            router.submit(ask.inbound())
+        for ask in asks:
+            ask.check_prefix(ErrorKind.INTERNAL)
+    again = Ask([5], {"max_tokens": 1})
+    router.submit(again.inbound())
+    again.check()
+
+
 def test_a_request_that_is_over_before_its_intake_is_not_tokenised(router, slow) -> None:
     before = [Ask([9], {"max_tokens": 1}) for _ in range(2)]
     late, gone = Ask([5], {"max_tokens": 1}, timeout_us=50_000), Ask([6], {"max_tokens": 1})
