@@ -29,6 +29,8 @@ def test_metadata_names_every_input_and_output(hash_server):
         ("finish_reason", "BYTES", [-1]),
         ("num_input_tokens", "UINT32", [1]),
         ("num_output_tokens", "UINT32", [-1]),
+        ("num_cached_tokens", "UINT32", [1]),
+        ("sequence_index", "UINT32", [-1]),
     ]
     inputs = {each.name: (each.datatype, list(each.shape)) for each in metadata.inputs}
     assert inputs["text_input"] == ("BYTES", [1])
@@ -124,3 +126,42 @@ def test_text_of_any_length_comes_through(grpc):
     (response,) = grpc.ask(text, return_num_input_tokens=True, parameters={"max_tokens": 2, **GREEDY})
     assert int(response.outputs["num_input_tokens"][0]) == 40_000
     assert response.text.startswith(text)
+
+
+def test_several_sequences_have_an_element_each(grpc):
+    """Greedy sequences are all alike; each response has one element per sequence and says whose news it brings."""
+    responses = grpc.ask(PROMPT, stream=True, **USAGE, parameters={"max_tokens": 5, "n": 3, **GREEDY})
+    texts, finishes, tokens = (
+        [response.outputs[name].tolist() for response in responses]
+        for name in ("text_output", "finish_reason", "num_output_tokens")
+    )
+    assert all(len(each) == 3 for each in (*texts, *finishes, *tokens))
+    for sequence in range(3):
+        assert b"".join(each[sequence] for each in texts).decode() == answer(5)
+        assert sum(each[sequence] for each in tokens) == 5
+    assert finishes[-1] == [b"length"] * 3
+    for response, text in zip(responses, texts, strict=True):
+        (news,) = response.outputs["sequence_index"].tolist()
+        assert all(text[other] == b"" for other in range(3) if other != news)
+
+
+def test_without_streaming_several_sequences_come_in_one_response(grpc):
+    (response,) = grpc.ask(
+        PROMPT,
+        return_num_cached_tokens=True,
+        exclude_input_in_output=True,
+        parameters={"max_tokens": 5, "n": 3, **GREEDY},
+    )
+    assert [text.decode() for text in response.outputs["text_output"].tolist()] == [answer(5)] * 3
+    assert response.outputs["sequence_index"].tolist() == [0, 1, 2]
+
+
+def test_cached_tokens_are_told(grpc):
+    prompt = PROMPT * 3 + PROMPT[:1]
+    first, second, private = (
+        grpc.ask(prompt, return_num_cached_tokens=True, parameters={"max_tokens": 2, **how, **GREEDY})[-1]
+        for how in ({}, {}, {"disable_prompt_cache": True})
+    )
+    cached = [response.outputs["num_cached_tokens"].tolist() for response in (first, second, private)]
+    assert cached[0][0] < len(prompt) - 1
+    assert cached[1:] == [[len(prompt) - 1], [0]]
