@@ -60,7 +60,7 @@ $(STAMP): pyproject.toml Makefile
 	@echo "setup: done; \`make serve\` starts the server, \`$(BIN)/tandem doctor\` says what it will use"
 
 serve: $(STAMP)
-	@$(BIN)/tandem serve $(ARGS)
+	@exec $(BIN)/tandem serve $(ARGS)
 
 test: $(STAMP)
 	@$(BIN)/python -m pytest $(ARGS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pty
 import shlex
 import signal
 import subprocess
@@ -122,3 +123,29 @@ def test_a_model_unloaded_on_purpose_is_no_death_and_one_loaded_again_is_watched
         served.family = psutil.Process(served.popen.pid).children(recursive=True)
         os.kill(served.child("triton_python_backend_stub"), signal.SIGKILL)
         assert served.wait_end(2) == 1
+
+
+def test_make_serve_ends_with_its_terminal(tmp_path, echo):
+    """Make leads the session, as in `xterm -e make serve`."""
+    tandem = tmp_path / "venv/bin/tandem"
+    tandem.parent.mkdir(parents=True)
+    tandem.write_text(f'#!/bin/sh\nexec {shlex.join(COMMAND[:-1])} "$@"\n')
+    tandem.chmod(0o755)
+    (tmp_path / "venv/installed").touch()
+    arguments = shlex.join([*echo[len(COMMAND) :], "--", *free_ports()])
+    pid, terminal = pty.fork()
+    if not pid:
+        os.chdir(ROOT)
+        os.execvp("make", ["make", "serve", f"VENV={tmp_path / 'venv'}", f"ARGS={arguments}"])
+    make = psutil.Process(pid)
+    try:
+        printed = b""
+        while b"is ready after" not in printed:
+            printed += os.read(terminal, 4096)
+        family = make.children(recursive=True)
+    finally:
+        os.close(terminal)
+    _, alive = psutil.wait_procs([make, *family], timeout=15)
+    for each in alive:
+        each.kill()
+    assert not alive
