@@ -29,11 +29,6 @@ from tests.support.server import free_ports
         (["--set", "model= "], "parameter 'model' is empty"),
         (["--tritonserver", "/nonexistent/tritonserver"], "/nonexistent/tritonserver: no such program"),
         (["--model-repository", "/nonexistent"], "no llm/config.pbtxt in /nonexistent"),
-        (
-            ["--model", "/nonexistent/model"],
-            "model '/nonexistent/model' is not 'smollm2', a folder, a GGUF file or a hub",
-        ),
-        (["--set", "max_model_len=9000"], "parameter 'max_model_len' is 9000; the context of smollm2 is 8192"),
         (["--", "--http-port=http"], "--http-port is 'http'; expected a number"),
         (["--", "--http-port=99999"], "--http-port is '99999'; expected a number from 1 to 65535"),
         (["--", "--grpc-port=9000", "--metrics-port=9000"], "grpc and metrics both have port 9000"),
@@ -111,10 +106,19 @@ def test_doctor_knows_the_models_context(capsys):
     assert "'max_model_len' is 9000; the context of smollm2 is 8192" in capsys.readouterr().out
 
 
-def test_a_file_that_is_no_model_is_refused_in_one_sentence(tmp_path, capsys):
-    (tmp_path / "notes.txt").write_text("not a model")
-    assert main(["serve", "--model", str(tmp_path / "notes.txt"), "--", *free_ports()]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--model", "/nonexistent/model"], "model '/nonexistent/model' is not 'smollm2', a folder, a GGUF file or"),
+        (["--model", __file__], "test_cli_main.py"),
+        (["--set", "max_model_len=9000"], "parameter 'max_model_len' is 9000; the context of smollm2 is 8192"),
+    ],
+)
+def test_a_model_that_can_not_be_opened_is_refused_in_one_sentence(arguments, expected, capsys):
+    assert main(["serve", *arguments, "--", *free_ports()]) == 2
+    error = capsys.readouterr().err
+    assert expected in error
+    assert error.count("\n") == 1
 
 
 def test_doctor_reports_flags_that_can_not_be(capsys):
