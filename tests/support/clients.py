@@ -161,6 +161,10 @@ class GrpcStream:
             responses.append(self.next())
         return responses
 
+    def arrived(self) -> list[Response]:
+        """The responses that are there already."""
+        return [self.next() for _ in range(self._responses.qsize())]
+
     def ask(self, text: str | bytes | None, **request: Any) -> list[Response]:
         self.send(text, **request)
         return self.rest()

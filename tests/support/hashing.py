@@ -6,12 +6,13 @@ import functools
 import itertools
 from collections.abc import Sequence
 
-from backend_lib.models.hash_model import expected_next
+from backend_lib.models.hash_model import _splitmix64_int
 from tests.support.checkpoints import hash_text
 
 VOCAB = 1024
 EOS_ID = 2
 PROMPT_IDS = (5, 6, 7)
+_WORD = (1 << 64) - 1
 PROMPT = hash_text(list(PROMPT_IDS))
 GREEDY = {"temperature": 0, "ignore_eos": True}
 
@@ -21,10 +22,17 @@ ENDLESS = {"temperature": 0, "ignore_eos": True, "max_tokens": 50_000}
 
 def continuation(prompt_ids: Sequence[int], count: int) -> list[int]:
     """The ids that follow a prompt when decoding is greedy and EOS is ignored."""
-    ids = list(prompt_ids)
-    for _ in range(count):
-        ids.append(expected_next(ids, VOCAB))
-    return ids[len(prompt_ids) :]
+    total = sum(_term(position, token) for position, token in enumerate(prompt_ids))
+    ids = []
+    for position in range(len(prompt_ids), len(prompt_ids) + count):
+        ids.append((_splitmix64_int(total & _WORD) >> 1) % VOCAB)
+        total += _term(position, ids[-1])
+    return ids
+
+
+def _term(position: int, token: int) -> int:
+    """What one token adds to the model's hash, which is a sum: so a long text takes no longer per token."""
+    return _splitmix64_int((position << 32) + token)
 
 
 def text_of(ids: Sequence[int]) -> str:
