@@ -163,7 +163,8 @@ class Field:
     def allowed(self, vocab_size: int) -> str:
         """What an error tells the client to send."""
         if not self.is_supported:
-            return f"only {str(self.kind(self.low)).lower()} is supported"
+            off = "an empty list" if self.is_list else str(self.kind(self.low)).lower()
+            return f"only {off} is supported"
         high = vocab_size - 1 if self.high is None else self.high
         first, last = _written(self.low), _written(high)
         span = f"above {first} up to {last}" if self.above else f"from {first} to {last}"
@@ -232,6 +233,7 @@ _TABLE = (
     _only("logprobs", _truth, 0),
     _only("return_logprobs", _truth, 0),
     _only("return_cumulative_logprob", _truth, 0),
+    _only("image", _strings, 0),
 )
 
 # Triton reads this parameter of a gRPC request itself, and leaves that of a generate request to us.

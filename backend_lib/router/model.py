@@ -36,6 +36,9 @@ INPUTS = (
     {"name": "return_num_input_tokens", "data_type": "TYPE_BOOL", "dims": [1], "optional": True},
     {"name": "return_num_output_tokens", "data_type": "TYPE_BOOL", "dims": [1], "optional": True},
     {"name": "return_num_cached_tokens", "data_type": "TYPE_BOOL", "dims": [1], "optional": True},
+    {"name": "return_logprobs", "data_type": "TYPE_BOOL", "dims": [1], "optional": True},
+    {"name": "return_cumulative_logprob", "data_type": "TYPE_BOOL", "dims": [1], "optional": True},
+    {"name": "image", "data_type": "TYPE_STRING", "dims": [-1], "optional": True},
 )
 OUTPUTS = (
     {"name": "text_output", "data_type": "TYPE_STRING", "dims": [-1]},

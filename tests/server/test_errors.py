@@ -149,6 +149,25 @@ def test_shapes_and_types_over_grpc(grpc, tensors, words):
     assert words in grpc.error(None, **tensors)
 
 
+@pytest.mark.parametrize(
+    ("tensors", "words"),
+    [
+        ({"return_logprobs": True}, "'return_logprobs' is True; only false is supported"),
+        ({"return_cumulative_logprob": True}, "'return_cumulative_logprob' is True; only false is supported"),
+        ({"image": "aGk="}, "'image' is 'aGk='; only an empty list is supported"),
+        ({"image": np.array([b"a", b"b"], dtype=object)}, "'image' is ['a', 'b']; only an empty list is supported"),
+    ],
+)
+def test_what_vllm_backend_has_and_we_do_not_is_refused_in_words(grpc, tensors, words):
+    assert grpc.error(PROMPT, **tensors) == words
+
+
+def test_what_vllm_backend_has_and_we_do_not_may_be_left_off(grpc):
+    off = {"return_logprobs": False, "return_cumulative_logprob": False}
+    (response,) = grpc.ask(PROMPT, **off, exclude_input_in_output=True, parameters={"max_tokens": 3, **GREEDY})
+    assert response.text == answer(3)
+
+
 def test_plain_inference_is_refused_by_triton(hash_server, http):
     body = {"inputs": [{"name": "text_input", "shape": [1], "datatype": "BYTES", "data": [PROMPT]}]}
     url = f"{hash_server.http_url}/v2/models/llm/infer"
