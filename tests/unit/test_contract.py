@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from dataclasses import fields
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -475,3 +476,8 @@ def test_the_router_loads_no_torch():
         "sys.exit(bool({'torch', 'triton'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_page_for_clients_of_vllm_backend_lists_what_is_refused():
+    page = (Path(__file__).parents[2] / "docs" / "vllm.md").read_text()
+    assert [name for name, field in FIELDS.items() if not field.is_supported and f"`{name}`" not in page] == []
