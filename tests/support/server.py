@@ -76,15 +76,25 @@ class RunningServer:
         return self.log_file.read_text(errors="replace")
 
     def wait_ready(self, timeout: float = 120) -> None:
-        """Wait until the model is ready. Raises AssertionError with the server's log when it never is."""
+        """Wait until the model is ready and every door is open; Triton opens the metrics' last.
+
+        Raises:
+            AssertionError: with the server's log when that never comes.
+        """
         deadline = time.monotonic() + timeout
-        while not self.process.is_ready():
+        while not (self.process.is_ready() and all(map(_is_open, self.process.plan.flags.endpoints))):
             code = self.process.exit_code()
             if code is not None and "already in use" in self.log:
                 raise PortTakenError(self.log)
             assert code is None, f"tritonserver ended with {code} before the model was ready:\n{self.log}"
             assert time.monotonic() < deadline, f"the model is not ready after {timeout} s:\n{self.log}"
             time.sleep(0.05)
+
+
+def _is_open(endpoint) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection((endpoint.host, endpoint.port), timeout=2):
+        return True
+    return False
 
 
 @contextlib.contextmanager
