@@ -20,6 +20,9 @@ MAX_LIST = 64
 MAX_N = 64
 MAX_STOP_CHARS = 1024
 
+# More than all fields at their longest need. Python parses JSON without letting other threads run.
+_MAX_JSON_CHARS = 1 << 20
+
 # Longer than any number that fits a field, shorter than what Python refuses to convert.
 _MAX_NUMBER_CHARS = 64
 _WHOLE = re.compile(r"[+-]?[0-9]+")
@@ -37,7 +40,9 @@ def is_triton_parameter(key: str) -> bool:
 
 
 def load_json(text: str) -> Any:
-    """Parse JSON from a client. Raises ValueError, also for what nests too deep or holds a number too long."""
+    """Parse JSON from a client. Raises ValueError, also for what nests too deep or is too long."""
+    if len(text) > _MAX_JSON_CHARS:
+        raise ValueError(f"more than {_MAX_JSON_CHARS} characters")
     try:
         return json.loads(text)
     except RecursionError:

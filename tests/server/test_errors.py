@@ -59,6 +59,7 @@ REFUSED = {
     "broken JSON": ({"sampling_parameters": "{"}, "'sampling_parameters' is '{'; allowed is a JSON object"),
     "JSON that is no object": ({"sampling_parameters": "[1]"}, "allowed is a JSON object"),
     "JSON nested too deep": ({"sampling_parameters": "[" * 100_000}, "'sampling_parameters' is '[[["),
+    "JSON too long": ({"sampling_parameters": f'{{"stop": "{"a" * (1 << 20)}"}}'}, "(more than 1048576 characters)"),
     "a number too long in JSON": ({"sampling_parameters": f'{{"seed": {"9" * 5000}}}'}, "'sampling_parameters' is"),
     "a wrong type in JSON": ({"sampling_parameters": '{"max_tokens": {}}'}, "'max_tokens' is {}"),
     "what is not built": ({"logprobs": True}, "'logprobs' is True; only false is supported"),
