@@ -1,0 +1,1 @@
+"""The parts of `benchmarks/kills.py` and `benchmarks/soak.py`."""
