@@ -1,4 +1,4 @@
-"""Do streams keep their tokens while the worker is killed again and again? The built-in model, a real router and worker.
+"""Do streams keep their tokens while the worker is killed again and again? A real model, router and worker.
 
     python benchmarks/kills.py --kills 200 --json kills.json
 
