@@ -37,6 +37,11 @@ class DirtyList:
             words[at], words[at + 1] = ref
         words[self._head] = head + len(refs)
 
+    @property
+    def head(self) -> int:
+        """Entries appended so far."""
+        return self._words[self._head]
+
     def drain(self) -> list[SlotRef] | None:
         """The slots touched since the last call, in order; None when some were lost. Only the router calls this."""
         words, start, head = self._words, self._tail, self._words[self._head]

@@ -15,7 +15,7 @@ from functools import cached_property
 import numpy as np
 
 MAGIC = 0x314D45444E4154  # "TANDEM1" in little-endian bytes
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 
 LINE = 64  # bytes of a cache line: words of different writers never share one
 HEADER_BYTES = 1 << 16

@@ -60,8 +60,13 @@ class CommandRing:
         """Sequence of the last record that `rank` has applied."""
         return self._words[self._cursors[rank]]
 
+    @property
+    def cursors(self) -> tuple[int, ...]:
+        """Each rank's."""
+        return tuple(self._words[word] for word in self._cursors)
+
     def passed_by_all(self, sequence: int) -> bool:
-        return all(self._words[word] >= sequence for word in self._cursors)
+        return min(self.cursors) >= sequence
 
     def post(self, kind: CommandKind, slot: int, generation: int, argument: int = 0, *, timeout: float = 5.0) -> int:
         """Publish one command and return its sequence. Only the producer calls this, one thread at a time.
@@ -111,7 +116,7 @@ class CommandRing:
 
     def _wait_for_room(self, sequence: int, timeout: float) -> None:
         deadline = time.monotonic() + timeout
-        while sequence - min(self._words[word] for word in self._cursors) > self._num_records:
+        while sequence - min(self.cursors) > self._num_records:
             if time.monotonic() > deadline:
                 behind = min(range(len(self._cursors)), key=self.cursor)
                 raise RingFull(

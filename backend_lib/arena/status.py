@@ -33,8 +33,8 @@ class Load(NamedTuple):
     recomputed: int
 
 
-_STATE, _TIME, _KV_TOKENS, _ERROR_LEN = range(4)
-_LOAD = 4  # first of the gauges' words
+_STATE, _TIME, _KV_TOKENS, _ERROR_LEN, _PREDICTED_STEP = range(5)
+_LOAD = 5  # first of the gauges' words
 _ERROR_AT = STATUS_BYTES - ERROR_BYTES
 
 
@@ -60,6 +60,11 @@ class StatusBlock:
         return self._words[_KV_TOKENS]
 
     @property
+    def predicted_step(self) -> float:
+        """Seconds that a full step is expected to take, measured while the worker warmed up."""
+        return self._words[_PREDICTED_STEP] / 1e9
+
+    @property
     def load(self) -> Load:
         return Load(*self._words[_LOAD : _LOAD + len(Load._fields)])
 
@@ -80,8 +85,9 @@ class StatusBlock:
     def set_loading(self) -> None:
         self._words[_STATE] = WorkerState.LOADING
 
-    def set_ready(self, kv_tokens: int) -> None:
+    def set_ready(self, kv_tokens: int, predicted_step: float = 0.0) -> None:
         self._words[_KV_TOKENS] = kv_tokens
+        self._words[_PREDICTED_STEP] = int(predicted_step * 1e9)
         self._words[_STATE] = WorkerState.READY
 
     def set_failed(self, error: str) -> None:

@@ -93,6 +93,10 @@ class TritonPythonModel:
             else:
                 self._router.submit(inbound)
 
+    def is_ready(self) -> bool:
+        """Asked by releases of Triton that let a model speak for its own readiness."""
+        return self._router.is_ready()
+
     def finalize(self) -> None:
         self._router.close()
         self._pusher.close()

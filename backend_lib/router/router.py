@@ -14,7 +14,7 @@ from backend_lib.request import FinishReason
 from backend_lib.router import finished
 from backend_lib.router.contract import RequestError
 from backend_lib.router.finished import Finished, Times
-from backend_lib.router.group import MAX_DEATHS, Group, ring_records
+from backend_lib.router.group import Group, ring_records
 from backend_lib.router.intake import Inbound, Intake, NoRoom, Over
 from backend_lib.router.intake_queue import MAX_BYTES, IntakeQueue
 from backend_lib.router.metrics import FINISHED, GENERATION_TOKENS, PREFIX_HITS, PROMPT_TOKENS, RESTARTS, Metrics
@@ -64,16 +64,20 @@ class Router:
         )
         self._streams: dict[int, Stream] = {}  # by slot; from the slot's writing to its retirement
         self._closing = False
+        self._triton_asks = False
         self.metrics = Metrics()
         self.worker_counts = WorkerCounts(self.metrics, self._look)
-        self._supervisor = Supervisor(self._arena, self._group, on_up=self._group.came_up, on_down=self._worker_died)
+        self._supervisor = Supervisor(
+            self._arena, self._group, hang_seconds=settings.hang_seconds,
+            on_up=self._group.came_up, on_down=self._worker_died,
+        )  # fmt: skip
         kv_tokens = self._supervisor.start()
         self._intake.max_len = min(self._max_model_len, kv_tokens)
         self._replies = ReplyPool(REPLY_THREADS, self._answer)
         self._watcher = Watcher(
             self._end,
             on_drained=self._supervisor.close,  # the worker's memory is free, however long Triton keeps the router
-            is_serving=is_serving,
+            is_serving=lambda: self._is_wanted(is_serving),
             drain_seconds=settings.drain_seconds,
         )
         self._intake_queue = IntakeQueue(self._take)
@@ -91,6 +95,14 @@ class Router:
         if not self._intake_queue.put(inbound._replace(arrived=time.monotonic()), taken[0]):
             words = f"the requests that wait to be read have more than {MAX_BYTES >> 20} MiB"
             self._refuse(inbound, taken[0], ErrorKind.UNAVAILABLE, "queue_full", words)
+
+    def is_ready(self) -> bool:
+        """What the model answers to Triton: no from the first start of a worker that failed until one succeeds.
+
+        A worker that is being replaced is no reason: what comes meanwhile waits for the next one.
+        """
+        self._triton_asks = True
+        return self._can_start()
 
     def close(self) -> None:
         """End every request and every worker. Each client still waiting is told."""
@@ -174,8 +186,8 @@ class Router:
     def _touch(self, stream: Stream) -> None:
         published = self._arena.slots.published(stream.slot, stream.generation)
         self._replies.mark(stream)
-        if published and published.released:
-            self._group.settle(stream)
+        if published:
+            self._group.touched(stream, published)
 
     # Reply threads, and whoever ends a stream.
 
@@ -228,13 +240,21 @@ class Router:
         gone = self._group.went_down()
         self.worker_counts.take()
         for stream in gone:
-            blame = f"the worker died {MAX_DEATHS} times while it computed this request"
-            if stream.deaths >= MAX_DEATHS:
+            blame = f"the worker died {stream.deaths} times while it computed this request, the last time nothing else"
+            if stream.convicted:
                 stream.decide(Verdict(FinishReason.ERROR, ErrorKind.INTERNAL, blame))
             self._maybe_retire(stream)
         if self._supervisor.failed_starts >= MAX_FAILED_STARTS:
             self._end_all(Verdict(FinishReason.ERROR, ErrorKind.UNAVAILABLE, f"the model cannot be loaded: {words}"))
         self._rescan()
+
+    def _can_start(self) -> bool:
+        return self._supervisor.failed_starts == 0
+
+    def _is_wanted(self, is_serving: Callable[[], bool]) -> bool:
+        """Whether Triton still wants the model: where it asks `is_ready`, its no may be only ours come back."""
+        ours = self._triton_asks
+        return (ours and not self._can_start()) or is_serving() or (ours and not self._can_start())
 
     def _look(self) -> Look:
         status = self._arena.status(self._group.index, 0)

@@ -34,10 +34,11 @@ class Stream:
         self.num_input_tokens = 0
         self.extent = -1  # where the slot's extent begins
         # Owned by the group.
-        self.posted = False
+        self.posted = False  # the present worker has been given it
         self.released = False
         self.last_command = 0
-        self.deaths = 0
+        self.deaths = 0  # of workers that had begun it, in a row and without a token
+        self.convicted = False  # the last of them had nothing else to compute
         self.seen_at_start = 0  # output_len when the present worker was given the sequence
         self.started_before = 0  # and when a worker had last begun it
         self.first_started = 0  # when the first worker had begun it, once it or its first token has been seen

@@ -1,4 +1,4 @@
-"""Starts a group's worker, watches it, and starts another when it has died."""
+"""Starts a group's worker, watches it, and starts another when it has died or hangs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from concurrent.futures import Future
 
 from backend_lib.arena import Arena, Doorbell, WorkerState
 from backend_lib.router.group import Group
+from backend_lib.router.hang import HangWatch
 from backend_lib.router.worker_process import WorkerProcess
 
 log = logging.getLogger("tandem")
@@ -25,11 +26,18 @@ class Supervisor:
     """
 
     def __init__(
-        self, arena: Arena, group: Group, *, on_up: Callable[[], None], on_down: Callable[[str], None]
+        self,
+        arena: Arena,
+        group: Group,
+        *,
+        hang_seconds: float,
+        on_up: Callable[[], None],
+        on_down: Callable[[str], None],
     ) -> None:
         self._arena = arena
         self._group = group
         self._status = arena.status(group.index, 0)
+        self._hang_seconds = hang_seconds
         self._on_up = on_up
         self._on_down = on_down
         self._stop = Doorbell()
@@ -78,16 +86,25 @@ class Supervisor:
         ended = False
         while not (ended or self._stopping) and self._status.state is not WorkerState.READY:
             ended = worker.wait(self._stop.fd, LOADING_POLL)
-        if not (ended or self._stopping):
-            self.failed_starts = 0
-            log.info("worker %d is ready", worker.pid)
-            self._on_up()
-            if not self._first_load.done():
-                self._first_load.set_result(self._status.kv_tokens)
-            ended = worker.wait(self._stop.fd)
-        else:
+        if ended or self._stopping:
             self.failed_starts += 1
-        return f"worker {worker.pid} {worker.end}: {self._status.error}" if ended else "stopped"
+            return self._end_of(worker)
+        self.failed_starts = 0
+        log.info("worker %d is ready", worker.pid)
+        self._on_up()
+        if not self._first_load.done():
+            self._first_load.set_result(self._status.kv_tokens)
+        return self._watch_ready(worker)
+
+    def _watch_ready(self, worker: WorkerProcess) -> str:
+        watch = HangWatch(self._group, self._status, at_least=self._hang_seconds)
+        while not (worker.wait(self._stop.fd, watch.period) or self._stopping):
+            if watch.is_hung():
+                return f"worker {worker.pid} made no progress for {watch.stuck:.1f} s and is ended"
+        return self._end_of(worker)
+
+    def _end_of(self, worker: WorkerProcess) -> str:
+        return "stopped" if self._stopping else f"worker {worker.pid} {worker.end}: {self._status.error}"
 
     def _gave_up(self, words: str) -> bool:
         """The first load is not tried again: the one who asked for it is told."""

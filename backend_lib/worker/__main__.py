@@ -11,6 +11,7 @@ import sys
 import traceback
 
 from backend_lib.arena import Arena, Doorbell, StatusBlock
+from backend_lib.worker import crash_points
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -24,6 +25,8 @@ def main() -> None:
     if arena.epoch(args.group) != args.epoch:
         sys.exit(f"the group is at epoch {arena.epoch(args.group)}; this worker was started for {args.epoch}")
     status.set_loading()
+    crash_points.arm(os.environ, args.epoch)
+    crash_points.reach("loading")
     try:
         _serve(arena, status, args)
     except Exception as error:
@@ -38,10 +41,12 @@ def _serve(arena: Arena, status: StatusBlock, args: argparse.Namespace) -> None:
     from backend_lib.worker.engine import build_engine
 
     commands, replies = Doorbell(args.commands), Doorbell(args.replies)
-    loop, kv_tokens = build_engine(arena, args.group, args.rank, commands=commands, replies=replies)
-    status.set_ready(kv_tokens)
+    engine = build_engine(arena, args.group, args.rank, commands=commands, replies=replies)
+    crash_points.reach("loaded")
+    status.set_ready(engine.kv_tokens, engine.predicted_step)
+    crash_points.reach("ready")
     replies.ring()
-    loop.run_forever()
+    engine.loop.run_forever()
 
 
 def _arguments() -> argparse.Namespace:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple, Protocol
 
 from backend_lib.arena import Command, CommandRing, Doorbell
+from backend_lib.worker.crash_points import reach
 
 
 class StepDecision(NamedTuple):
@@ -34,8 +35,12 @@ class SoloAgreement:
         while block and not commands:
             self._bell.wait()
             commands = self._ring.read(self._rank)
+        if commands:
+            reach("commands read")
         return StepDecision(commands)
 
     def applied(self, decision: StepDecision) -> None:
         if decision.commands:
+            reach("commands applied")
             self._ring.advance(self._rank, decision.commands[-1].sequence)
+            reach("cursor moved")

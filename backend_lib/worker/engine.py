@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -32,10 +33,16 @@ WARM_UP_TOKENS = 16
 USUAL_TOKENS = 384  # prompt and output of a sequence; more is paid for by pausing others, less leaves a prefix cache
 
 
-def build_engine(
-    arena: Arena, group: int, rank: int, *, commands: Doorbell, replies: Doorbell
-) -> tuple[InferLoop, int]:
-    """Load and warm the model of `arena.config`. Returns the loop, ready to run, and the size of the KV cache.
+class Engine(NamedTuple):
+    """A loop that is ready to run. `predicted_step`: seconds that a step with a full token budget may take."""
+
+    loop: InferLoop
+    kv_tokens: int
+    predicted_step: float
+
+
+def build_engine(arena: Arena, group: int, rank: int, *, commands: Doorbell, replies: Doorbell) -> Engine:
+    """Load and warm the model of `arena.config`.
 
     Raises:
         ValueError: the checkpoint or a setting cannot be served, in words for Triton's log.
@@ -54,7 +61,7 @@ def build_engine(
         decoder, kv_tokens=kv_tokens, max_running=settings.max_running, max_model_len=config["max_model_len"],
         device=torch.device("cpu"), stream=compute_thread() if overlap else InlineStream(),
     )  # fmt: skip
-    runner.warm_up(min(WARM_UP_TOKENS, config["max_model_len"]))
+    seconds_per_token = runner.warm_up(min(WARM_UP_TOKENS, config["max_model_len"]))
     scheduler = Scheduler(
         kv_tokens=kv_tokens, max_running=settings.max_running, max_model_len=config["max_model_len"],
         prefill_chunk=settings.prefill_chunk, conservative=settings.admission == "conservative",
@@ -69,7 +76,7 @@ def build_engine(
         read_slot=partial(Sequence.from_slot, arena.slots, eos_token_ids=frozenset(checkpoint.eos_token_ids)),
         overlap=overlap,
     )
-    return loop, kv_tokens
+    return Engine(loop, kv_tokens, seconds_per_token * settings.prefill_chunk)
 
 
 def _default_threads() -> int:

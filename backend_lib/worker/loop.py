@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from backend_lib.arena import Command, CommandKind, Load, StatusBlock
 from backend_lib.worker.agreement import Agreement, StepDecision
+from backend_lib.worker.crash_points import reach
 from backend_lib.worker.publisher import Publisher
 from backend_lib.worker.runner import Runner, Step
 from backend_lib.worker.scheduler import Plan, Scheduler
@@ -41,6 +42,7 @@ class InferLoop:
         self._finalize(self._previous)
         if step:
             step.sample()
+            reach("sampled")
         if step and not self._overlap:
             self._finalize(step)
             step = None
@@ -71,7 +73,11 @@ class InferLoop:
     def _launch(self, plan: Plan) -> Step | None:
         for sequence in plan.started:
             self._publisher.started(sequence)
-        return self._runner.launch(plan) if plan.chunks else None
+        if not plan.chunks:
+            return None
+        step = self._runner.launch(plan)
+        reach("launched" if plan.chunks[-1].samples else "mid-prefill")
+        return step
 
     def _finalize(self, step: Step | None) -> None:
         """Take the step's tokens. A sequence that ended meanwhile gets none: its row ran one step too far."""
@@ -81,8 +87,10 @@ class InferLoop:
             if not sequence.finish:
                 sequence.accept(token_id)
                 self._publisher.token(sequence)
+        reach("ids written")
         for sequence in self._scheduler.finalize(step.plan):
             self._publisher.released(sequence)
+            reach("freed")
 
     def _report(self) -> None:
         scheduler = self._scheduler

@@ -8,6 +8,7 @@ import numpy as np
 
 from backend_lib.arena import DirtyList, Doorbell, SlotRef, SlotTable
 from backend_lib.request import FinishReason
+from backend_lib.worker.crash_points import reach
 from backend_lib.worker.sequence import Sequence
 
 
@@ -52,7 +53,10 @@ class Publisher:
             self._slots.publish(
                 sequence.slot, sequence.generation, sequence.output_len, sequence.finish, released=released
             )
+            reach("half published")
+        reach("published")
         self._dirty.append(list(self._touched))
+        reach("listed")
         self._touched.clear()
         self._bell.ring()
 

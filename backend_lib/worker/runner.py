@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -110,10 +111,14 @@ class Runner:
         return token_ids.tolist()
 
     @torch.inference_mode()
-    def warm_up(self, num_tokens: int) -> None:
-        """Run a prompt of `num_tokens` and a decode step on the spare row and index, so that nothing is first later."""
+    def warm_up(self, num_tokens: int) -> float:
+        """Run decode steps and prompts of `num_tokens` on the spare row and index, so that nothing is first later.
+
+        Returns the seconds that a token of such a prompt takes then.
+        """
         self._kv_table[self._spare_row] = self._spare_index
-        for query_len in (num_tokens, 1):
+        for query_len in (num_tokens, 1, num_tokens):
+            started = time.perf_counter()
             batch = ForwardBatch(
                 input_ids=torch.zeros(query_len, dtype=torch.int64),
                 positions=torch.arange(query_len),
@@ -125,6 +130,7 @@ class Runner:
                 logits_index=torch.tensor([query_len - 1]),
             )
             self._decoder.forward(batch, self._kv)
+        return (time.perf_counter() - started) / num_tokens
 
     def _start_row(self, sequence: Sequence) -> None:
         self._sampler.set_row(sequence)

@@ -11,6 +11,7 @@ import numpy as np
 
 from backend_lib.request import FinishReason
 from backend_lib.worker.admission import OutputHistory, peak
+from backend_lib.worker.crash_points import reach
 from backend_lib.worker.kv_memory import KvMemory
 from backend_lib.worker.sequence import Sequence
 
@@ -169,6 +170,7 @@ class Scheduler:
         """Take a sequence out of the plans; the KV indices that come back before the next one."""
         self.num_pauses += 1
         sequence.pausing = True
+        reach("paused")
         if sequence.last_step > self._finalized:
             return self.memory.returned_by(sequence)
         self._leave(sequence)

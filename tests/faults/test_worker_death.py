@@ -18,6 +18,7 @@ from backend_lib.router import router as router_module
 from backend_lib.router import supervisor
 from backend_lib.router.reply import ErrorKind
 from backend_lib.router.router import Router
+from backend_lib.router.watcher import SERVING_PERIOD
 from tests.support.checkpoints import hash_text, make_hash_checkpoint
 from tests.support.engine import (
     EOS,
@@ -173,27 +174,33 @@ def test_a_request_that_kills_each_worker_is_failed_and_the_others_finish(folder
         for ask in (*others[:2], poison, *others[2:]):
             router.submit(ask.inbound())
         kind, words = poison.sender.wait(30).error
-        assert kind is ErrorKind.INTERNAL and "the worker died 3 times while it computed this request" in words
+        assert kind is ErrorKind.INTERNAL
+        assert words == "the worker died 3 times while it computed this request, the last time nothing else"
+        assert router._arena.epoch(0) == 3  # each death was its own
         for ask in others:
             ask.check()
         assert_level(router)
 
 
 def test_a_model_that_cannot_be_loaded_again_is_told_and_may_come_back(folder, monkeypatch) -> None:
+    """Triton is told that it is not ready, and passes that on when it is asked whether the model is wanted."""
     monkeypatch.setattr(supervisor, "BACK_OFF", (0.0, 0.2))
     monkeypatch.setattr(router_module, "MAX_FAILED_STARTS", 2)
     asks = [Ask([5, number], {"max_tokens": 250, "ignore_eos": True}) for number in range(10, 26)]
-    with running_router(folder, **SETTINGS) as router:
+    with running_router(folder, is_serving=lambda: router.is_ready(), drain_seconds=0, **SETTINGS) as router:
         (folder / "config.json").rename(folder / "hidden")
+        assert router.is_ready()
         kill_worker(router)
         for ask in asks:
             router.submit(ask.inbound())
         for ask in asks:
             kind, words = ask.sender.wait(20).error
             assert kind is ErrorKind.UNAVAILABLE and "the model cannot be loaded: worker" in words
+        assert not router.is_ready()
+        time.sleep(2 * SERVING_PERIOD)  # the watcher asks meanwhile
         (folder / "hidden").rename(folder / "config.json")
         again = Ask([5], {"max_tokens": 20})
-        wait_until(lambda: router._supervisor.failed_starts == 0)
+        wait_until(router.is_ready)
         router.submit(again.inbound())
         again.check()
         assert_level(router)

@@ -134,11 +134,11 @@ def random_prompt(rng: random.Random, low: int = 1, high: int = 40) -> list[int]
 
 
 @contextmanager
-def running_router(folder: Path, **settings: Any) -> Iterator[Router]:
+def running_router(folder: Path, is_serving=lambda: True, **settings: Any) -> Iterator[Router]:
     """A router with its worker; on leaving, both are gone and nothing may have been left behind."""
     if not (folder / "config.json").exists():
         make_hash_checkpoint(folder, vocab_size=VOCAB, eos_token_id=EOS, max_position=256)
-    router = Router(Settings(model=str(folder), threads=1, **settings))
+    router = Router(Settings(model=str(folder), threads=1, **settings), is_serving=is_serving)
     try:
         yield router
     finally:
@@ -179,7 +179,7 @@ def _left(router: Router) -> dict[str, Any]:
         "streams": len(router._streams),
         "slots": len(router._arena.slots) - len(router._pool._free),
         "heap": len(router._intake._extents._taken),
-        "posted": len(router._group._posted),
+        "posted": len(router._group._given),
         "queued": len(router._group._queue),
         "watched": len(router._watcher._streams),
         "marked": len(router._replies._marks),

@@ -6,12 +6,13 @@ import threading
 
 import pytest
 
-from backend_lib.arena import CommandKind
+from backend_lib.arena import CommandKind, SlotRef
 from backend_lib.arena.ring import RingFull
 from backend_lib.request import FinishReason, GenerationRequest
-from backend_lib.router.group import LOOKAHEAD, MAX_DEATHS, Group, ring_records
+from backend_lib.router.group import LOOKAHEAD, Group, ring_records
 from backend_lib.router.reply import ErrorKind, Verdict
 from backend_lib.router.stream import Stream
+from backend_lib.router.trial import SUSPECT_DEATHS
 from tests.support.arena import close, new_arena
 from tests.support.senders import ListSender
 
@@ -48,6 +49,11 @@ class Fixture:
 
     def publish(self, stream: Stream, output_len: int, finish: FinishReason = FinishReason.NONE) -> None:
         self.arena.slots.publish(stream.slot, 7, output_len, finish, released=False)
+
+    def touch(self, stream: Stream, output_len: int) -> None:
+        """The worker publishes so many tokens, and the router looks."""
+        self.publish(stream, output_len)
+        self.group.touched(stream, self.arena.slots.published(stream.slot, 7))
 
     def begin(self, *streams: Stream) -> None:
         """The worker gives them rows."""
@@ -227,23 +233,138 @@ def test_an_abort_while_no_worker_is_up_releases_at_once(it) -> None:
 def test_deaths_count_only_while_nothing_is_published(it) -> None:
     it.group.came_up()
     stuck, moving = it.submit(), it.submit()
-    for number in range(1, MAX_DEATHS + 1):
+    for number in range(1, SUSPECT_DEATHS + 1):
         it.begin(stuck, moving)
         it.publish(moving, number)
-        gone = it.restart()
-        assert gone == ([stuck] if number == MAX_DEATHS else [])
-    assert stuck.deaths == MAX_DEATHS and moving.deaths == 0
-    assert it.released == []  # the caller looks at those that went_down returned
+        assert it.restart() == []
+        assert (stuck.deaths, moving.deaths) == (number, 0)
+
+
+def suspects(it, count: int) -> list[Stream]:
+    """Streams that a worker has just been given back, the first of them alone, with others that are above suspicion."""
+    it.group.came_up()
+    streams = [it.submit() for _ in range(count)]
+    for _ in range(SUSPECT_DEATHS):
+        it.begin(*streams)
+        it.commands()
+        assert it.restart() == []
+    return streams
+
+
+def test_suspects_run_one_at_a_time_and_then_everything_else(it) -> None:
+    first, second = suspects(it, 2)
+    other = it.submit()
+    assert it.commands() == [(ADMIT, first.slot)]
+    it.touch(first, 1)
+    assert it.commands() == [(ADMIT, second.slot)]
+    it.touch(first, 2)
+    assert it.commands() == []
+    it.touch(second, 1)
+    assert it.commands() == [(ADMIT, other.slot)]
+
+
+def test_a_suspect_that_ends_makes_way(it) -> None:
+    first, second, third = suspects(it, 3)
+    it.commands()
+    it.abort(first)
+    it.abort(second)  # the worker does not know this one
+    assert it.commands() == [(ABORT, first.slot)] and it.released == [second]
+    it.group.settle(first)
+    assert it.commands() == [(ADMIT, third.slot)]
+    it.group.settle(third)
+    late = it.submit()
+    assert it.commands() == [(ADMIT, late.slot)]
+
+
+def test_who_was_given_back_with_the_suspects_follows_in_the_old_order(it) -> None:
+    it.group.came_up()
+    moving, stuck, late = it.submit(), it.submit(), it.submit()
+    for number in range(1, SUSPECT_DEATHS + 1):
+        it.begin(moving, stuck)
+        it.publish(moving, number)
+        it.commands()
+        it.restart()
+    assert it.commands() == [(ADMIT, stuck.slot)]
+    it.touch(stuck, 1)
+    assert it.commands() == [(ADMIT, moving.slot), (ADMIT, late.slot)]
+
+
+def test_who_is_alone_at_the_next_death_is_convicted(it) -> None:
+    first, second = suspects(it, 2)
+    it.begin(first)
+    assert it.restart() == [first]
+    assert first.convicted and not second.convicted and it.released == []  # the caller looks at what came back
+    it.touch(second, 1)
+    it.begin(second)
+    assert it.restart() == []
+
+
+def test_who_is_the_only_suspect_but_not_alone_is_tried_again_first(it) -> None:
+    first, second, third = suspects(it, 3)
+    it.begin(first)
+    it.touch(first, 1)
+    it.begin(second)  # dies here, with the first one still running
+    it.commands()
+    assert it.restart() == [] and second.deaths == SUSPECT_DEATHS + 1
+    assert it.commands() == [(ADMIT, second.slot)]
+    it.begin(second)
+    assert it.restart() == [second]
+    assert it.commands() == [(ADMIT, third.slot)]
+
+
+def test_a_suspect_that_was_not_begun_is_not_convicted(it) -> None:
+    (only,) = suspects(it, 1)
+    assert it.restart() == [] and not only.convicted
+
+
+def test_a_late_word_of_the_last_worker_clears_nobody(it) -> None:
+    """Read before the death, and handled after the next worker has come up."""
+    it.group.came_up()
+    first, second = it.submit(), it.submit()
+    it.publish(first, 5)
+    stale = it.arena.slots.published(first.slot, 7)
+    first.deaths = second.deaths = SUSPECT_DEATHS
+    it.commands()
+    it.restart()
+    assert it.commands() == [(ADMIT, first.slot)]
+    it.group.touched(first, stale)
+    assert it.commands() == []
 
 
 def test_progress_forgives_earlier_deaths(it) -> None:
     it.group.came_up()
     stream = it.submit()
-    for death in range(2 * MAX_DEATHS):
+    for death in range(1, 3 * SUSPECT_DEATHS):
         it.begin(stream)
-        if death == MAX_DEATHS - 1:
-            it.publish(stream, 1)
-        assert it.restart() == ([stream] if death == 2 * MAX_DEATHS - 1 else [])
+        if death % SUSPECT_DEATHS == 0:
+            it.touch(stream, death)
+        assert it.restart() == [] and stream.deaths == death % SUSPECT_DEATHS
+
+
+def test_what_a_worker_owes(it) -> None:
+    it.group.came_up()
+    assert not it.group.owed
+    stream = it.submit()
+    assert it.group.owed  # a command to read
+    it.commands()
+    assert it.group.owed  # a sequence to compute
+    it.arena.slots.publish(stream.slot, 7, 3, FinishReason.EOS, released=True)
+    assert not it.group.owed  # that the router has not looked yet is not the worker's fault
+    waiting = [it.submit() for _ in range(FULL + 2)]
+    it.commands()
+    it.group.went_down()
+    assert waiting and not it.group.owed
+
+
+def test_progress_is_a_command_read_or_something_published(it) -> None:
+    it.group.came_up()
+    stream = it.submit()
+    seen = [it.group.progress, it.group.progress]
+    it.commands()
+    seen.append(it.group.progress)
+    it.group.dirty.append([SlotRef(stream.slot, 7)])
+    seen.append(it.group.progress)
+    assert seen[0] == seen[1] and len(set(seen)) == 3
 
 
 def test_a_worker_that_dies_before_it_is_up_was_killed_by_no_request(it) -> None:
@@ -251,7 +372,7 @@ def test_a_worker_that_dies_before_it_is_up_was_killed_by_no_request(it) -> None
     stream = it.submit()
     it.begin(stream)
     it.group.went_down()
-    for _ in range(2 * MAX_DEATHS):
+    for _ in range(2 * SUSPECT_DEATHS):
         assert it.group.went_down() == []
     it.group.came_up()
     assert it.commands() == [(ADMIT, stream.slot)] and stream.deaths == 1
@@ -260,10 +381,10 @@ def test_a_worker_that_dies_before_it_is_up_was_killed_by_no_request(it) -> None
 def test_a_request_that_no_worker_has_begun_is_not_blamed(it) -> None:
     it.group.came_up()
     streams = [it.submit() for _ in range(FULL + 1)]
-    for _ in range(MAX_DEATHS):
+    for _ in range(SUSPECT_DEATHS):
         it.begin(*streams[:RUNNING])
-        gone = it.restart()
-    assert gone == streams[:RUNNING]
+        it.restart()
+    assert {stream.deaths for stream in streams[:RUNNING]} == {SUSPECT_DEATHS}
     assert {stream.deaths for stream in streams[RUNNING:]} == {0}
 
 

@@ -1,0 +1,70 @@
+"""A worker that stops without ending is replaced; one that is only slow is left alone."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+
+import pytest
+
+from tests.support.checkpoints import make_hash_checkpoint
+from tests.support.engine import EOS, VOCAB, Ask, assert_level, random_prompt, running_router, wait_until, worker_pid
+
+SETTINGS = {"max_running": 4, "kv_tokens": 4000, "hang_seconds": 1}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return make_hash_checkpoint(tmp_path / "hash", vocab_size=VOCAB, eos_token_id=EOS, max_position=1024)
+
+
+def endless(rng: random.Random, count: int) -> list[Ask]:
+    return [
+        Ask(random_prompt(rng), {"max_tokens": 800, "ignore_eos": True, "stream": number % 2 == 0})
+        for number in range(count)
+    ]
+
+
+def test_a_worker_that_hangs_under_load_is_replaced_and_streams_go_on(folder) -> None:
+    asks = endless(random.Random(1), 6)
+    with running_router(folder, **SETTINGS) as router:
+        for ask in asks:
+            router.submit(ask.inbound())
+        wait_until(lambda: asks[0].sender.num_tokens > 10)
+        stopped = worker_pid(router)
+        os.kill(stopped, signal.SIGSTOP)
+        for ask in asks:
+            ask.check()
+        assert router._arena.epoch(0) == 1 and worker_pid(router) != stopped
+        assert_level(router)
+
+
+def test_a_worker_that_hangs_while_idle_is_replaced_once_it_has_commands_to_read(folder) -> None:
+    with running_router(folder, **SETTINGS) as router:
+        stopped = worker_pid(router)
+        os.kill(stopped, signal.SIGSTOP)
+        time.sleep(2)
+        assert worker_pid(router) == stopped  # it owes nothing
+        ask = Ask([5, 6], {"max_tokens": 20})
+        router.submit(ask.inbound())
+        ask.check()
+        assert router._arena.epoch(0) == 1 and worker_pid(router) != stopped
+        assert_level(router)
+
+
+def test_a_worker_that_was_stopped_for_less_is_left_alone(folder) -> None:
+    asks = endless(random.Random(2), 4)
+    with running_router(folder, **SETTINGS | {"hang_seconds": 30}) as router:
+        pid = worker_pid(router)
+        for ask in asks:
+            router.submit(ask.inbound())
+        wait_until(lambda: asks[0].sender.num_tokens > 10)
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(1.5)
+        os.kill(pid, signal.SIGCONT)
+        for ask in asks:
+            ask.check()
+        assert router._arena.epoch(0) == 0 and worker_pid(router) == pid
+        assert_level(router)
