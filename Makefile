@@ -3,6 +3,7 @@
 #   make serve                                   serve the built-in model on ports 8000 (HTTP), 8001 (gRPC), 8002 (metrics)
 #   make serve ARGS="--model PATH -- --http-port=9000"
 #   make test          make test-long            make lint
+#   make soak ARGS="--minutes 60 --kill-every 20"    load for so long: does anything grow or fail?
 #
 # PYTHON=/path/to/python3.11 chooses the interpreter (3.10 to 3.12).
 
@@ -40,7 +41,7 @@ need = $(3) 2>/dev/null || { [ $$(id -u) = 0 ] && command -v apt-get >/dev/null 
 	apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq $(1) && $(3); } || { \
 	echo "setup: $(2); install it with: sudo apt-get install -y $(1)" >&2; exit 1; }
 
-.PHONY: setup serve test test-long lint clean
+.PHONY: setup serve test test-long soak lint clean
 
 setup: $(STAMP)
 
@@ -67,6 +68,9 @@ test: $(STAMP)
 
 test-long: $(STAMP)
 	@$(BIN)/python -m pytest -m long $(ARGS)
+
+soak: $(STAMP)
+	@$(BIN)/python benchmarks/soak.py $(ARGS)
 
 lint: $(STAMP)
 	@$(BIN)/ruff check .

@@ -1,9 +1,10 @@
-"""What befalls a server's worker: it is killed, stopped for a while, and starved, at random moments."""
+"""What befalls a server's worker: it is killed, stopped for a while or for good, and starved, at random moments."""
 
 from __future__ import annotations
 
 import contextlib
 import random
+import re
 import subprocess
 import sys
 import threading
@@ -16,90 +17,114 @@ import psutil
 
 from tests.support.server import RunningServer
 
-LOADING = (0.0, 1.5)  # seconds into a worker's start
+HUNG = re.compile(r"worker \d+ made no progress for")  # the supervisor's words
 
 
 @dataclass
 class Disturber:
-    """A thread that disturbs until `end`, the same way for the same seed as far as time allows.
+    """A thread that disturbs until `end`: all kinds in random order, again and again, the same for the same seed.
 
-    `stops`: how long a worker is stopped, in seconds.
+    `done` counts what befell workers; `rounds` how often it has been through all kinds.
     """
 
     server: RunningServer
     seed: int
     pause: tuple[float, float] = (0.1, 1.5)  # seconds between two disturbances
-    stops: tuple[float, float] = (0.05, 0.8)
+    loading: tuple[float, float] = (0.0, 1.5)  # seconds into a worker's start until it is killed
+    stops: tuple[float, float] = (0.05, 0.8)  # seconds; shorter than `hang_seconds`
     done: Counter[str] = field(default_factory=Counter)
+    rounds: int = 0
 
     def __post_init__(self) -> None:
         self._rng = random.Random(self.seed)
         self._over = threading.Event()
-        self._failure: BaseException | None = None
+        self.failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
     def end(self) -> None:
         self._over.set()
         self._thread.join()
-        if self._failure:
-            raise self._failure
+        if self.failure:
+            raise self.failure
+
+    @property
+    def replaced(self) -> int:
+        """How many workers must have been replaced."""
+        return self.done["killed"] + self.done["killed while loading"] + self.done["hung"]
 
     def _run(self) -> None:
-        acts = [self._kill, self._kill, self._kill_while_loading, self._stop, self._starve]
+        acts = [self._kill, self._kill_while_loading, self._stop, self._stop_for_good, self._starve]
         try:
-            while not self._over.wait(self._rng.uniform(*self.pause)):
-                self._rng.choice(acts)()
+            while True:
+                for act in self._rng.sample(acts, len(acts)):
+                    if self._over.wait(self._rng.uniform(*self.pause)):
+                        return
+                    act()
+                self.rounds += 1
         except BaseException as failure:
-            self._failure = failure
+            self.failure = failure
 
     def _kill(self) -> psutil.Process | None:
-        """Kill a worker that has loaded; which."""
-        worker = self._worker()
-        if worker is None or not is_ready(self.server, worker.pid):
-            return None
-        with contextlib.suppress(psutil.NoSuchProcess):
+        worker = self._ready_worker()
+        if worker:
             worker.kill()
-            self.done["kills"] += 1
+            self.done["killed"] += 1
         return worker
 
     def _kill_while_loading(self) -> None:
-        """Once more at most twice: five starts that fail in a row make the model unavailable, which is right."""
+        """Then the next one, and perhaps that after it: a model that fails to load five times in a row is given up."""
         killed = self._kill()
         for _ in range(self._rng.choice([1, 1, 2]) if killed else 0):
             killed = self._next_worker(killed)
-            if killed is None or self._over.wait(self._rng.uniform(*LOADING)) or is_ready(self.server, killed.pid):
+            if killed is None or self._over.wait(self._rng.uniform(*self.loading)) or is_ready(self.server, killed):
                 return
             killed.kill()
-            self.done["kills of a loading worker"] += 1
-
-    def _next_worker(self, before: psutil.Process | None) -> psutil.Process | None:
-        while (worker := self._worker()) in (None, before):
-            if self._over.wait(0.01):
-                return None
-        return worker
+            self.done["killed while loading"] += 1
 
     def _stop(self) -> None:
-        worker = self._worker()
-        if worker is None:
-            return
+        """A worker that is slow to come back, whether it has loaded or not."""
         with contextlib.suppress(psutil.NoSuchProcess):
+            if worker := self._next_worker(None):
+                worker.suspend()
+                time.sleep(self._rng.uniform(*self.stops))
+                worker.resume()
+                self.done["stopped"] += 1
+
+    def _stop_for_good(self) -> None:
+        """Under load it is owed an answer, so the supervisor must see that it hangs."""
+        if worker := self._ready_worker():
             worker.suspend()
-            self.done["stops"] += 1
-            time.sleep(self._rng.uniform(*self.stops))
-            worker.resume()
+            self.done["hung"] += 1
+            if self._next_worker(worker, timeout=20) is None:
+                worker.kill()  # it could not end by itself
+                assert self._over.is_set(), f"stopped worker {worker.pid} is not replaced:\n{self.server.log[-2000:]}"
 
     def _starve(self) -> None:
         """Neighbours that never rest on each of the worker's cores, and a priority below theirs."""
-        worker = self._worker()
-        if worker is None:
-            return
-        with contextlib.suppress(psutil.NoSuchProcess), neighbours(worker.cpu_affinity()):
-            worker.nice(self._rng.choice([0, 5, 10]))
-            self.done["starvings"] += 1
-            time.sleep(self._rng.uniform(0.2, 1.0))
-            with contextlib.suppress(psutil.AccessDenied):  # only root may raise it again
-                worker.nice(0)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if worker := self._next_worker(None):
+                with neighbours(worker.cpu_affinity()):
+                    worker.nice(self._rng.choice([0, 5, 10]))
+                    time.sleep(self._rng.uniform(0.2, 1.0))
+                with contextlib.suppress(psutil.AccessDenied):  # only root may raise it again
+                    worker.nice(0)
+                self.done["starved"] += 1
+
+    def _ready_worker(self) -> psutil.Process | None:
+        """A worker that has loaded, once there is one; None when it is all over first."""
+        while not ((worker := self._worker()) and is_ready(self.server, worker)):
+            if self._over.wait(0.05):
+                return None
+        return worker
+
+    def _next_worker(self, before: psutil.Process | None, timeout: float = 60) -> psutil.Process | None:
+        """None when it is all over first, or time is up."""
+        deadline = time.monotonic() + timeout
+        while (worker := self._worker()) in (None, before):
+            if self._over.wait(0.05) or time.monotonic() > deadline:
+                return None
+        return worker
 
     def _worker(self) -> psutil.Process | None:
         """The worker that has not ended, if there is one just now."""
@@ -111,9 +136,9 @@ class Disturber:
         return None
 
 
-def is_ready(server: RunningServer, pid: int) -> bool:
+def is_ready(server: RunningServer, worker: psutil.Process) -> bool:
     """Whether this worker has finished loading, as the log says."""
-    return f"worker {pid} is ready" in server.log
+    return f"worker {worker.pid} is ready" in server.log
 
 
 @contextlib.contextmanager
