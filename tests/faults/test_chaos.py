@@ -18,7 +18,7 @@ from tests.support.metrics import wait_metrics
 from tests.support.server import RunningServer, running_server
 
 CONTEXT = 1024
-ROWS, QUEUE = 8, 40
+ROWS, QUEUE = 8, 64
 # Less KV than the rows want, so that sequences are paused too.
 SETTINGS = {
     "max_running": ROWS, "queue_size": QUEUE, "kv_tokens": 2000, "prefill_chunk": 64, "threads": 1, "hang_seconds": 2,

@@ -207,7 +207,7 @@ class MixedLoad:
 
     server: RunningServer
     seed: int
-    clients: int = 10
+    clients: int = 14
     asked: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
 
