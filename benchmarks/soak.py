@@ -46,8 +46,11 @@ def main() -> int:
         "arguments": vars(args), "asked": asked, "errors": errors, "trends": [each._asdict() for each in found],
         "samples": [asdict(sample) for sample in sampler.samples],
     }  # fmt: skip
+    for path in (args.json, args.plot):
+        path.parent.mkdir(parents=True, exist_ok=True)
     args.json.write_text(json.dumps(content, indent=1, default=str) + "\n")
     write_plot(args.plot, sampler.samples)
+    print(f"written: {args.json}, {args.plot}")
     return int(bool(errors))
 
 
@@ -111,8 +114,8 @@ def _parser() -> argparse.ArgumentParser:
         )
     parser.add_argument("--words", type=Path, default=WORDS_FILE, metavar="FILE", help="that prompts are made of")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, default=Path("soak.json"), metavar="FILE", help="default: soak.json")
-    parser.add_argument("--plot", type=Path, default=Path("soak.png"), metavar="FILE", help="default: soak.png")
+    parser.add_argument("--json", type=Path, default=Path("build/soak.json"), metavar="FILE")
+    parser.add_argument("--plot", type=Path, default=Path("build/soak.png"), metavar="FILE")
     return parser
 
 
