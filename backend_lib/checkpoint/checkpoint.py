@@ -26,6 +26,7 @@ class Checkpoint:
 
     Attributes:
         name: what the user called it, without the folders before it.
+        path: its file or folder.
         tokenizer: adds the special tokens (BOS) that the checkpoint asks for, unless told not to.
         eos_token_ids: any of these ends a sequence; empty when the checkpoint names none.
         chat_template: Jinja source, or None.
@@ -39,6 +40,7 @@ class Checkpoint:
     tokenizer: Tokenizer = field(repr=False)
     eos_token_ids: tuple[int, ...]
     chat_template: str | None = None
+    path: Path = Path()
     bos_token: str = ""
     eos_token: str = ""
     sampling: SamplingDefaults = field(default=SamplingDefaults())

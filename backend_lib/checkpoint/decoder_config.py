@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# Several times what any published model has: what these numbers alone make, before a tensor is looked at, stays small.
+MAX_LAYERS = 1 << 12
+MAX_EXPERTS = 1 << 14
+MAX_CONTEXT = 1 << 24  # as far as the setting max_model_len goes
+MAX_HEAD_DIM = 1 << 14
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")  # of a gate
 
 
@@ -34,6 +39,15 @@ class RopeScaling:
     factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
 
+    def __post_init__(self) -> None:
+        if not all(1e-30 <= each <= 1e30 for each in (*self.factors, *self.long_factors)):
+            raise ValueError("rotary factors must be numbers above 0")
+        if self.kind == "llama3" and self.low_freq_factor >= self.high_freq_factor:
+            raise ValueError(
+                f"'low_freq_factor' is {self.low_freq_factor}; supported is less than "
+                f"'high_freq_factor', {self.high_freq_factor}"
+            )
+
 
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:
@@ -42,6 +56,10 @@ class RopeConfig:
     dim: int
     theta: float
     scaling: RopeScaling | None = None
+
+    def __post_init__(self) -> None:
+        if self.theta < 2:  # at 1 all frequencies are equal, and yarn would divide by its logarithm
+            raise ValueError(f"the rotary base is {self.theta}; supported is at least 2")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +90,7 @@ class ExpertsConfig:
     renormalised: bool = True
 
     def __post_init__(self) -> None:
+        check_at_most("number of experts", self.count, MAX_EXPERTS)
         if self.used > self.count:
             raise ValueError(f"{self.used} experts per token are asked for, of {self.count}")
 
@@ -117,6 +136,8 @@ class DecoderConfig:
     fused_projections: bool = False
 
     def __post_init__(self) -> None:
+        check_at_most("head_dim", self.head_dim, MAX_HEAD_DIM)
+        check_at_most("context", self.max_position, MAX_CONTEXT)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"{self.num_heads} attention heads cannot share {self.num_kv_heads} key-value heads evenly"
@@ -139,3 +160,12 @@ class HashConfig:
     architecture: str
     vocab_size: int
     max_position: int
+
+    def __post_init__(self) -> None:
+        check_at_most("context", self.max_position, MAX_CONTEXT)
+
+
+def check_at_most(what: str, value: int, limit: int) -> None:
+    """Raises ValueError naming both."""
+    if value > limit:
+        raise ValueError(f"{what} {value} is too large; supported is at most {limit}")

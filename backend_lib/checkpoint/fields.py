@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from backend_lib.checkpoint.untrusted import is_there, read_text, shown
+
+MAX_JSON_BYTES = 1 << 26
+MAX_WHOLE = (1 << 31) - 1
+# Beyond these float32 has no room for what is computed of a number.
+_SMALLEST, _LARGEST = 1e-30, 1e30
 
 
 @contextmanager
@@ -36,8 +43,12 @@ class Fields:
     def from_json(cls, path: Path) -> Fields:
         """Raises FileNotFoundError when there is no such file, ValueError when it does not hold a JSON object."""
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:  # bad JSON and bad UTF-8 are both ValueErrors
+            values = json.loads(read_text(path, MAX_JSON_BYTES))
+        except RecursionError:
+            raise ValueError(f"{path} is nested too deeply") from None
+        except ValueError as error:
+            if str(path) in str(error):
+                raise
             raise ValueError(f"{path} is not valid JSON: {error}") from None
         if not isinstance(values, dict):
             raise ValueError(f"{path} does not hold a JSON object")
@@ -46,32 +57,34 @@ class Fields:
     @classmethod
     def from_json_if_there(cls, path: Path) -> Fields:
         """An empty mapping when there is no such file."""
-        return cls.from_json(path) if path.is_file() else cls({}, str(path))
+        return cls.from_json(path) if is_there(path) else cls({}, str(path))
 
     def error(self, key: str, allowed: str) -> ValueError:
         value = self.values.get(key)
         if value is None:
             return ValueError(f"{self.source}: '{key}' is missing")
-        return ValueError(f"{self.source}: '{key}' is {value!r}; supported is {allowed}")
+        return ValueError(f"{self.source}: '{key}' is {shown(value)}; supported is {allowed}")
 
-    def whole(self, key: str, default: int | None = None, *, low: int = 1) -> int:
-        """A whole number of at least `low`."""
+    def whole(self, key: str, default: int | None = None, *, low: int = 1, high: int = MAX_WHOLE) -> int:
+        """A whole number from `low` to `high`."""
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < low:
             raise self.error(key, f"a whole number of at least {low}")
+        if value > high:
+            raise self.error(key, f"a whole number of at most {high}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A finite number above zero."""
+        """A number above zero that float32 can hold."""
         value = self._get(key, default)
-        if not _is_number(value) or not 0 < value < math.inf:
-            raise self.error(key, "a number above 0")
+        if not _is_number(value) or not _SMALLEST <= value <= _LARGEST:
+            raise self.error(key, f"a number above 0, from {_SMALLEST} to {_LARGEST}")
         return float(value)
 
     def optional_number(self, key: str) -> float | None:
-        """A number, of any size; None when absent."""
+        """A finite number; None when absent."""
         value = self._get(key, None)
-        if value is not None and not _is_number(value):
+        if value is not None and not _is_finite(value):
             raise self.error(key, "a number")
         return value
 
@@ -95,9 +108,9 @@ class Fields:
         return values
 
     def numbers(self, key: str) -> tuple[float, ...]:
-        """A list of numbers."""
+        """A list of finite numbers."""
         values = self._get(key, None)
-        if not isinstance(values, list) or not all(_is_number(value) for value in values):
+        if not isinstance(values, list) or not all(_is_finite(value) for value in values):
             raise self.error(key, "a list of numbers")
         return tuple(float(value) for value in values)
 
@@ -132,6 +145,10 @@ class Fields:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_finite(value: Any) -> bool:
+    return _is_number(value) and -sys.float_info.max <= value <= sys.float_info.max
 
 
 def _is_whole(value: Any) -> bool:

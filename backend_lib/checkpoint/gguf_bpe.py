@@ -9,6 +9,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import PreTokenizer
 
 from backend_lib.checkpoint.fields import Fields
+from backend_lib.checkpoint.untrusted import parser_errors
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3 = (
@@ -70,10 +71,8 @@ def byte_level_bpe(fields: Fields, tokens: list[str]) -> Tokenizer:
 
 def _model(fields: Fields, tokens: list[str], *, ignore_merges: bool) -> BPE:
     merges = [_pair(merge) for merge in fields.strings("tokenizer.ggml.merges")]
-    try:
+    with parser_errors(f"{fields.source}: 'tokenizer.ggml.merges' do not fit the tokens"):
         return BPE({token: i for i, token in enumerate(tokens)}, merges, ignore_merges=ignore_merges)
-    except Exception as error:  # `tokenizers` raises nothing narrower
-        raise ValueError(f"{fields.source}: 'tokenizer.ggml.merges' do not fit the tokens: {error}") from None
 
 
 def _pair(merge: str) -> tuple[str, str]:

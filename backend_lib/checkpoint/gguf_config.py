@@ -9,7 +9,15 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from backend_lib.checkpoint.decoder_config import DecoderConfig, ExpertsConfig, LayerConfig, RopeConfig, RopeScaling
+from backend_lib.checkpoint.decoder_config import (
+    MAX_HEAD_DIM,
+    MAX_LAYERS,
+    DecoderConfig,
+    ExpertsConfig,
+    LayerConfig,
+    RopeConfig,
+    RopeScaling,
+)
 from backend_lib.checkpoint.fields import Fields
 
 _SOFTMAX = 1  # llama.cpp's number for the router's gating function
@@ -54,11 +62,14 @@ class Metadata:
 
     def factors(self, name: str) -> tuple[float, ...]:
         """A tensor of rotary divisors."""
-        return tuple(self.tensors[name].data.astype(float).tolist())
+        data = self.tensors[name].data if name in self.tensors else None
+        if data is None or data.dtype.kind != "f" or data.ndim != 1 or len(data) > MAX_HEAD_DIM:
+            raise ValueError(f"{self.fields.source}: tensor '{name}' must be a list of at most {MAX_HEAD_DIM} floats")
+        return tuple(data.astype(float).tolist())
 
     @property
     def num_layers(self) -> int:
-        return self.whole("block_count")
+        return self.fields.whole(f"{self.arch}.block_count", high=MAX_LAYERS)
 
     @property
     def head_dim(self) -> int:
@@ -84,7 +95,7 @@ def read_gguf_config(fields: Fields, tensors: Mapping[str, Any]) -> DecoderConfi
         raise metadata.error("attention.value_length", f"{metadata.head_dim}, the size of a key")
     shared: dict[str, Any] = {
         "architecture": family.name,
-        "vocab_size": metadata.whole("vocab_size", len(fields.values.get("tokenizer.ggml.tokens") or ())),
+        "vocab_size": metadata.whole("vocab_size", len(fields.strings("tokenizer.ggml.tokens"))),
         "hidden_size": metadata.whole("embedding_length"),
         "intermediate_size": metadata.whole("feed_forward_length", 1 if metadata.has("expert_count") else None),
         "layers": family.layers(metadata),

@@ -5,58 +5,33 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from gguf import GGUFReader
 from tokenizers import Tokenizer
 
 from backend_lib.checkpoint.checkpoint import Checkpoint, Weights
 from backend_lib.checkpoint.fields import Fields, source_named
 from backend_lib.checkpoint.gguf_config import read_gguf_config
+from backend_lib.checkpoint.gguf_reader import open_gguf
 from backend_lib.checkpoint.gguf_tokenizer import build_tokenizer
 from backend_lib.checkpoint.sampling_defaults import SamplingDefaults
 
 _END_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 
 
-class _Reader(GGUFReader):
-    """The package's reader over a plain array: slicing a memmap a hundred thousand times takes a second longer."""
-
-    @property  # type: ignore[override]
-    def data(self) -> np.ndarray:
-        return self._data
-
-    @data.setter
-    def data(self, mapped: np.memmap) -> None:
-        self._data = mapped.view(np.ndarray)  # keeps the mapping alive as its base
-
-    def _get(self, offset: int, *args: Any, **kwargs: Any) -> np.ndarray:
-        # The package reads nothing past the end without noticing; a garbled length would keep it at that for ever.
-        if offset >= len(self._data):
-            raise ValueError("it ends too early")
-        return super()._get(offset, *args, **kwargs)
-
-
 def read_gguf(path: Path) -> Checkpoint:
     """Raises ValueError naming the file and what in it is damaged or not supported."""
     with source_named(str(path)):
-        reader = _open(path)
+        reader = open_gguf(path)
         fields = Fields({name: _value(field) for name, field in reader.fields.items()}, str(path))
-        return _checkpoint(path.stem, fields, reader)
+        return _checkpoint(path, fields, reader)
 
 
-def _open(path: Path) -> GGUFReader:
-    try:
-        return _Reader(path)
-    except (ValueError, IndexError, KeyError, OverflowError, MemoryError) as error:
-        # A cut or garbled file makes the package index past its end, or decode what is no number, type or text.
-        raise ValueError(f"{path} is not a whole GGUF file: {error}") from None
-
-
-def _checkpoint(name: str, fields: Fields, reader: GGUFReader) -> Checkpoint:
+def _checkpoint(path: Path, fields: Fields, reader: GGUFReader) -> Checkpoint:
     config = read_gguf_config(fields, {tensor.name: tensor for tensor in reader.tensors})
     tokenizer = build_tokenizer(fields)
     return Checkpoint(
-        name=name,
+        name=path.stem,
+        path=path,
         config=config,
         tokenizer=tokenizer,
         eos_token_ids=_eos_token_ids(fields, config.vocab_size),
@@ -69,7 +44,10 @@ def _checkpoint(name: str, fields: Fields, reader: GGUFReader) -> Checkpoint:
 
 
 def _value(field: Any) -> Any:
-    return field.contents() if field.types else None
+    try:
+        return field.contents() if field.types else None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"'{field.name}' is not UTF-8: {error}") from None
 
 
 def _eos_token_ids(fields: Fields, vocab_size: int) -> tuple[int, ...]:

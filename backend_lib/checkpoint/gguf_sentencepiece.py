@@ -11,6 +11,7 @@ from tokenizers.models import BPE
 
 from backend_lib.checkpoint.fields import Fields
 from backend_lib.checkpoint.gguf_token_types import TokenType, token_types
+from backend_lib.checkpoint.untrusted import parser_errors
 
 SPACE = "▁"
 
@@ -24,8 +25,9 @@ def sentencepiece_bpe(fields: Fields, tokens: list[str]) -> Tokenizer:
     vocabulary = {token: i for i, token in enumerate(tokens)}
     pieces = {t: s for t, s, kind in zip(tokens, scores, types, strict=True) if kind == TokenType.NORMAL}
     unknown = next((t for t, kind in zip(tokens, types, strict=True) if kind == TokenType.UNKNOWN), None)
-    model = BPE(vocabulary, _merges(pieces), unk_token=unknown, fuse_unk=True, byte_fallback=True)
-    tokenizer = Tokenizer(model)
+    with parser_errors(f"{fields.source}: 'tokenizer.ggml.tokens' make no tokenizer"):
+        model = BPE(vocabulary, _merges(pieces), unk_token=unknown, fuse_unk=True, byte_fallback=True)
+        tokenizer = Tokenizer(model)
     has_prefix = fields.flag("tokenizer.ggml.add_space_prefix", True)
     spaces = normalizers.Replace(" ", SPACE)
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), spaces]) if has_prefix else spaces

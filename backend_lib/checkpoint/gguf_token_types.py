@@ -20,7 +20,7 @@ class TokenType(IntEnum):
 
 def token_types(fields: Fields, tokens: list[str]) -> list[int]:
     """One for each token; all normal where the file does not say. Raises ValueError when there are not as many."""
-    types = fields.values.get("tokenizer.ggml.token_type") or [TokenType.NORMAL] * len(tokens)
+    types = fields.whole_list("tokenizer.ggml.token_type") or [TokenType.NORMAL] * len(tokens)
     if len(types) != len(tokens):
         raise ValueError(
             f"{fields.source}: {len(types)} values of 'tokenizer.ggml.token_type' for {len(tokens)} tokens"

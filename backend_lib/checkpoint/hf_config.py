@@ -7,6 +7,7 @@ from typing import Any
 
 from backend_lib.checkpoint.decoder_config import (
     ACTIVATIONS,
+    MAX_LAYERS,
     DecoderConfig,
     ExpertsConfig,
     HashConfig,
@@ -15,6 +16,7 @@ from backend_lib.checkpoint.decoder_config import (
 )
 from backend_lib.checkpoint.fields import Fields, source_named
 from backend_lib.checkpoint.rope_fields import read_rope, rope_object, stretched_position
+from backend_lib.checkpoint.untrusted import shown
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 
@@ -27,7 +29,7 @@ def read_config(fields: Fields) -> DecoderConfig | HashConfig:
         raise fields.error("architectures", ", ".join(f"['{name}']" for name in _READERS))
     if fields.values.get("quantization_config") is not None:
         method = fields.nested("quantization_config").values.get("quant_method")
-        raise ValueError(f"{fields.source}: weights quantised by '{method}' are not supported")
+        raise ValueError(f"{fields.source}: weights quantised by {shown(method)} are not supported")
     with source_named(fields.source):
         return read(fields)
 
@@ -205,7 +207,7 @@ def _layers(
 
 
 def _num_layers(fields: Fields) -> int:
-    return fields.whole("num_hidden_layers")
+    return fields.whole("num_hidden_layers", high=MAX_LAYERS)
 
 
 def _head_dim(fields: Fields) -> int:
@@ -226,7 +228,11 @@ def _biases(fields: Fields) -> dict[str, bool]:
 def _windows(fields: Fields, window: int | None, default_kinds: list[str]) -> list[int | None]:
     """The window of each layer, from `layer_types` where the file has it."""
     kinds = fields.values.get("layer_types") or default_kinds
-    if not isinstance(kinds, list) or len(kinds) != len(default_kinds) or not set(kinds) <= {_SLIDING, _FULL}:
+    if (
+        not isinstance(kinds, list)
+        or len(kinds) != len(default_kinds)
+        or any(k not in (_SLIDING, _FULL) for k in kinds)
+    ):
         raise fields.error("layer_types", f"a list of {len(default_kinds)} out of '{_FULL}' and '{_SLIDING}'")
     return [window if kind == _SLIDING else None for kind in kinds]
 
@@ -259,7 +265,7 @@ def _qwen_windows(fields: Fields) -> list[int | None]:
 
 
 def _qwen_sparse_layers(fields: Fields) -> list[bool]:
-    dense = fields.whole_list("mlp_only_layers") or []
+    dense = set(fields.whole_list("mlp_only_layers") or [])
     step = fields.whole("decoder_sparse_step", 1)
     return [i not in dense and (i + 1) % step == 0 for i in range(_num_layers(fields))]
 

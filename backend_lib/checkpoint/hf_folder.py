@@ -9,11 +9,13 @@ from tokenizers import Tokenizer
 
 from backend_lib.checkpoint.checkpoint import Checkpoint, Weights
 from backend_lib.checkpoint.decoder_config import DecoderConfig, HashConfig
-from backend_lib.checkpoint.fields import Fields
+from backend_lib.checkpoint.fields import MAX_JSON_BYTES, Fields
 from backend_lib.checkpoint.hf_config import read_config
 from backend_lib.checkpoint.sampling_defaults import SamplingDefaults
+from backend_lib.checkpoint.untrusted import check_size, is_there, parser_errors, read_text
 
 _INDEX = "model.safetensors.index.json"
+_MAX_TOKENIZER_BYTES = 1 << 28
 
 
 def read_folder(folder: Path) -> Checkpoint:
@@ -24,6 +26,7 @@ def read_folder(folder: Path) -> Checkpoint:
     texts = Fields.from_json_if_there(folder / "tokenizer_config.json")
     return Checkpoint(
         name=folder.resolve().name,
+        path=folder,
         config=config,
         tokenizer=_tokenizer(_required(folder, "tokenizer.json")),
         eos_token_ids=_eos_token_ids(fields, generation, config.vocab_size),
@@ -37,16 +40,17 @@ def read_folder(folder: Path) -> Checkpoint:
 
 def _required(folder: Path, name: str) -> Path:
     path = folder / name
-    if not path.is_file():
+    if not is_there(path):
         raise ValueError(f"{folder} has no {name}")
     return path
 
 
 def _tokenizer(path: Path) -> Tokenizer:
-    try:
+    check_size(path, _MAX_TOKENIZER_BYTES)
+    with parser_errors(f"{path} is not a tokenizer that can be read"):
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # `tokenizers` raises nothing narrower
-        raise ValueError(f"{path} is not a tokenizer that can be read: {error}") from None
+    if not tokenizer.get_vocab_size():
+        raise ValueError(f"{path} has no tokens")
     # Both may be left in the file by training; a prompt must be neither cut nor filled up.
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -63,8 +67,8 @@ def _eos_token_ids(config: Fields, generation: Fields, vocab_size: int) -> tuple
 
 def _chat_template(folder: Path, texts: Fields) -> str | None:
     path = folder / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
+    if is_there(path):
+        return read_text(path, MAX_JSON_BYTES)
     template = texts.values.get("chat_template")
     if isinstance(template, list):
         template = _default_template(template)
@@ -90,23 +94,30 @@ def _token_text(texts: Fields, key: str) -> str:
 def _weights(folder: Path, config: DecoderConfig | HashConfig) -> Weights:
     if isinstance(config, HashConfig):
         return Weights()
-    if (folder / _INDEX).is_file():
+    if is_there(folder / _INDEX):
         return Weights(safetensors=_shards(folder))
-    files = tuple(sorted(folder.glob("*.safetensors")))
+    files = tuple(sorted(path for path in folder.glob("*.safetensors") if is_there(path)))
     if len(files) == 1:
         return Weights(safetensors=files)
     if files:
         raise ValueError(f"{folder} has several safetensors files but no {_INDEX}")
-    if any(folder.glob("*.bin")):
-        raise ValueError(
-            f"{folder} has its weights only as .bin pickles, which are not read; convert them to safetensors"
-        )
+    for suffix in (".bin", ".pt", ".pth"):
+        if any(folder.glob(f"*{suffix}")):
+            raise ValueError(
+                f"{folder} has its weights only as {suffix} pickles, which are not read; convert them to safetensors"
+            )
     raise ValueError(f"{folder} has no safetensors weights")
 
 
 def _shards(folder: Path) -> tuple[Path, ...]:
     index = Fields.from_json(folder / _INDEX)
     names = list(index.nested("weight_map").values.values())
-    if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
-        raise index.error("weight_map", "an object of tensor name to the name of a file in the same folder")
+    if not names or not all(_is_shard(name) for name in names):
+        raise index.error(
+            "weight_map", "an object of tensor name to the name of a .safetensors file in the same folder"
+        )
     return tuple(_required(folder, name) for name in sorted(set(names)))
+
+
+def _is_shard(name: Any) -> bool:
+    return isinstance(name, str) and Path(name).name == name and name.endswith(".safetensors")

@@ -76,6 +76,8 @@ def _yarn(fields: Fields, rope: Fields) -> RopeScaling:
 def _longrope(fields: Fields, rope: Fields) -> RopeScaling:
     length = fields.whole("max_position_embeddings")
     original = rope.whole("original_max_position_embeddings", fields.whole("original_max_position_embeddings", length))
+    if original < 2:
+        raise rope.error("original_max_position_embeddings", "a whole number of at least 2")
     factor = rope.number("factor", length / original)
     magnitude = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     return RopeScaling(

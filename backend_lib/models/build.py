@@ -129,6 +129,8 @@ class DecoderBuilder:
         self, names: list[str], out_sizes: list[int], in_size: int, *, bias: bool, expert: int | None = None
     ) -> Linear:
         """One layer that computes all of `names`, their outputs side by side."""
+        for name, size in zip(names, out_sizes, strict=True):
+            self.tensors.check(f"{name}.weight", (size, in_size), expert)
         weight = torch.empty(sum(out_sizes), in_size)
         for name, part in zip(names, weight.split(out_sizes), strict=True):
             self.tensors.read_into(part, f"{name}.weight", expert)
@@ -138,6 +140,7 @@ class DecoderBuilder:
         return make_linear(weight, biases, self.weights)
 
     def _read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        self.tensors.check(name, shape)
         tensor = torch.empty(shape, dtype=dtype)
         self.tensors.read_into(tensor, name)
         return tensor

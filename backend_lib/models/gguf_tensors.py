@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Sequence
 
 import gguf
 import numpy as np
@@ -25,6 +26,7 @@ class GgufTensors:
         self.architecture = config.architecture
         self.tensors = {tensor.name: tensor for tensor in reader.tensors}
         self.unread = set(self.tensors).difference(_NOT_NEEDED)
+        self.num_experts = config.experts.count if config.experts else 0
         self.heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads}
         if config.architecture not in _PERMUTED:
             self.heads = {}
@@ -32,13 +34,16 @@ class GgufTensors:
         self._mapping = _mapping_of(reader.data)
         self._held_bytes = 0
 
-    def read_into(self, out: torch.Tensor, name: str, expert: int | None = None) -> None:
+    def check(self, name: str, shape: Sequence[int], expert: int | None = None) -> None:
         if name not in self.tensors:
             raise ValueError(f"the checkpoint has no tensor '{name}'")
+        whole_shape = shape if expert is None else (self.num_experts, *shape)
+        check_shape(name, self.tensors[name].shape[::-1].tolist(), whole_shape)
+
+    def read_into(self, out: torch.Tensor, name: str, expert: int | None = None) -> None:
+        self.check(name, out.shape, expert)
         tensor = self.tensors[name]
-        whole_shape = tensor.shape[::-1].tolist()
         data = tensor.data if expert is None else tensor.data[expert]
-        check_shape(name, whole_shape if expert is None else whole_shape[1:], out.shape)
         for rows in row_blocks(out.shape):
             out[rows].copy_(torch.from_numpy(_dequantise(tensor, data[rows])))
             self._account(data[rows].nbytes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from backend_lib.checkpoint import Checkpoint, HashConfig
+from backend_lib.checkpoint.fields import source_named
 from backend_lib.config import Settings
 from backend_lib.models.batch import Decoder
 from backend_lib.models.build import DecoderBuilder
@@ -16,4 +17,5 @@ def load_decoder(checkpoint: Checkpoint, settings: Settings) -> Decoder:
     if isinstance(config, HashConfig):
         return HashModel(config)
     max_position = settings.max_model_len or config.max_position
-    return DecoderBuilder(config, open_tensors(checkpoint), settings.weights, max_position).decoder()
+    with source_named(str(checkpoint.path)):
+        return DecoderBuilder(config, open_tensors(checkpoint), settings.weights, max_position).decoder()

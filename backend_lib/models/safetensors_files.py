@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from backend_lib.checkpoint import DecoderConfig
+from backend_lib.checkpoint.fields import source_named
+from backend_lib.checkpoint.untrusted import parser_errors
 from backend_lib.models.hf_names import decoder_name, hf_name
 from backend_lib.models.progress import Progress
 from backend_lib.models.shapes import check_shape, row_blocks
@@ -23,36 +25,51 @@ _NOT_NEEDED = re.compile(r".*\.rotary_emb\.inv_freq")
 _REOPEN_BYTES = 32 << 20
 
 
+class _Place(NamedTuple):
+    """Where a tensor lies: the file, and its name and shape there."""
+
+    path: Path
+    name: str
+    shape: tuple[int, ...]
+
+
 class SafetensorsFiles:
     """Shards, one open at a time."""
 
     def __init__(self, paths: Sequence[Path], config: DecoderConfig) -> None:
         self.architecture = config.architecture
         self.ignores_head = config.tie_word_embeddings  # some write it all the same
-        self.places: dict[str, tuple[Path, str]] = {}  # which file, and its name there
+        self.places: dict[str, _Place] = {}
         for path in paths:
             with _damage_named(path), safe_open(path, framework="pt") as shard:
-                named = {decoder_name(name): (path, name) for name in list(shard.keys())}
+                places = [_Place(path, name, tuple(shard.get_slice(name).get_shape())) for name in list(shard.keys())]
+            named = {decoder_name(place.name): place for place in places}
             self.places |= {name: place for name, place in named.items() if name is not None}
         self.unread = set(self.places)
         self.progress = Progress(sum(path.stat().st_size for path in paths))
         self._open: tuple[Path, Any] | None = None
         self._bytes_through_it = 0
 
-    def read_into(self, out: torch.Tensor, name: str, expert: int | None = None) -> None:
+    def check(self, name: str, shape: Sequence[int], expert: int | None = None) -> None:
         name = hf_name(self.architecture, name, expert)
         if name not in self.places:
             raise ValueError(f"the checkpoint has no tensor '{name}'")
-        path, name_there = self.places[name]
-        with _damage_named(path):
-            check_shape(name_there, self._shard(path).get_slice(name_there).get_shape(), out.shape)
-            for rows in row_blocks(out.shape):
-                out[rows].copy_(self._read_rows(path, name_there, rows))
+        place = self.places[name]
+        with source_named(str(place.path)):
+            check_shape(place.name, place.shape, shape)
+
+    def read_into(self, out: torch.Tensor, name: str, expert: int | None = None) -> None:
+        self.check(name, out.shape, expert)
+        name = hf_name(self.architecture, name, expert)
+        place = self.places[name]
+        for rows in row_blocks(out.shape):
+            out[rows].copy_(self._read_rows(place.path, place.name, rows))
         self.unread.discard(name)
 
     def _read_rows(self, path: Path, name: str, rows: slice) -> torch.Tensor:
         """A view of the mapped file."""
-        tensor = self._shard(path).get_slice(name)[rows]
+        with _damage_named(path):
+            tensor = self._shard(path).get_slice(name)[rows]
         if tensor.dtype not in _FLOAT_TYPES:
             raise ValueError(f"{path}: tensor '{name}' is {tensor.dtype}; supported are float32, float16 and bfloat16")
         self._bytes_through_it += tensor.nbytes
@@ -78,9 +95,5 @@ class SafetensorsFiles:
         return self._open[1]
 
 
-@contextmanager
-def _damage_named(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except SafetensorError as error:
-        raise ValueError(f"{path} is not a whole safetensors file: {error}") from None
+def _damage_named(path: Path) -> AbstractContextManager[None]:
+    return parser_errors(f"{path} is not a whole safetensors file")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -14,10 +15,16 @@ from backend_lib.models.safetensors_files import SafetensorsFiles
 class TensorSource(Protocol):
     """Where a checkpoint's tensors come from. Names are GGUF's, which are the same for all families."""
 
+    def check(self, name: str, shape: Sequence[int], expert: int | None = None) -> None:
+        """Raises ValueError when the file has not got that tensor, or it is not of that shape.
+
+        Called before anything of the tensor's size is made: what a configuration asks for may be any number.
+        """
+
     def read_into(self, out: Tensor, name: str, expert: int | None = None) -> None:
         """Copy the tensor `name`, or one expert's part of it, into `out`, of whatever floating type that is.
 
-        Raises ValueError naming one that is missing or not of `out`'s shape.
+        Raises ValueError as `check` does.
         """
 
     def check_all_read(self) -> None:
