@@ -27,6 +27,9 @@ _JSON = "sampling_parameters"
 # Below this a draw is greedy in all but name, and dividing logits by it overflows in float32. vLLM's bound.
 _GREEDY_BELOW = 1e-5
 
+# The device compares in float32, where less than this would be 0 and leave no token at all.
+_LEAST_TOP_P = float(np.finfo(np.float32).tiny)
+
 _MAX_SHOWN = 80
 _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxlong = _MAX_SHOWN
@@ -160,6 +163,7 @@ def _sampling(values: Mapping[str, Any], vocab_size: int) -> SamplingParams:
         _refuse("min_tokens", own["min_tokens"], f"allowed is at most max_tokens, which is {own['max_tokens']}")
     if own.get("temperature", 1.0) < _GREEDY_BELOW:
         own["temperature"] = 0.0
+    own["top_p"] = max(own.get("top_p", 1.0), _LEAST_TOP_P)
     if not 0 < own.get("top_k", 0) < vocab_size:
         own["top_k"] = 0
     if "seed" in own:

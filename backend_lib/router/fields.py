@@ -69,6 +69,8 @@ def _number(raw: Any) -> float:
     """A finite number from 0.7, 1, or "0.7"."""
     if isinstance(raw, bool) or not isinstance(raw, int | float | str):
         raise ValueError("not a number")
+    if isinstance(raw, str) and ("_" in raw or not raw.isascii()):
+        raise ValueError("a number in Python's spelling, not in JSON's")
     try:
         value = float(raw)
     except OverflowError:
@@ -80,9 +82,11 @@ def _number(raw: Any) -> float:
 
 def _truth(raw: Any) -> bool:
     """A boolean from true, 1, or "true" and "1" in any case."""
-    if isinstance(raw, float) or str(raw).strip().lower() not in _TRUTH:
+    # Any other type is not written out: a list may be nested too deep or too long for that.
+    text = str(raw).strip().lower() if isinstance(raw, bool | int | str) else ""
+    if text not in _TRUTH:
         raise ValueError("not a boolean")
-    return _TRUTH[str(raw).strip().lower()]
+    return _TRUTH[text]
 
 
 def _strings(raw: Any) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from backend_lib.config import Settings
+from backend_lib.router.fields import load_json
 from backend_lib.router.finished import refused
 from backend_lib.router.intake import Inbound
 from backend_lib.router.metrics_pusher import Pusher
@@ -185,7 +186,7 @@ def _is_serving(name: str, version: str) -> bool:
 def _inbound(request: Any, sender: TritonSender) -> Inbound:
     # The arrays lie in Triton's shared memory only until the request is released.
     tensors = {tensor.name(): np.array(tensor.as_numpy()) for tensor in request.inputs()}
-    parameters = json.loads(request.parameters() or "{}")
+    parameters = _parameters(request)
     return Inbound(
         tensors=tensors,
         parameters=parameters,
@@ -195,6 +196,15 @@ def _inbound(request: Any, sender: TritonSender) -> Inbound:
         sender=sender,
         arrival_ns=time.time_ns(),
     )
+
+
+def _parameters(request: Any) -> dict[str, Any]:
+    """The request parameters. Raises ValueError naming them."""
+    try:
+        parameters: dict[str, Any] = load_json(request.parameters() or "{}")
+    except ValueError as error:
+        raise ValueError(f"'parameters' are not readable ({error})") from None
+    return parameters
 
 
 def _tensors(replies: list[Reply]) -> list[Any]:
