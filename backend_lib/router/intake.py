@@ -117,6 +117,7 @@ class Intake:
         deadline = inbound.arrived + request.timeout_us / 1e6 if request.timeout_us else None
         self._check_client(inbound, request, deadline)
         prompt_ids = self._encoder.encode(request.text, self.max_len)
+        self._check_ids(prompt_ids)
         seed = request.sampling.seed
         prompt = _Prompt(
             request=request,
@@ -140,6 +141,15 @@ class Intake:
         verdict = verdict_of_client(request, deadline, inbound.sender)
         if verdict:
             raise Over(verdict)
+
+    def _check_ids(self, prompt_ids: list[int]) -> None:
+        """Some tokenizers have tokens that the model has not (Gemma 3's for images); they would end the worker."""
+        largest, vocab_size = max(prompt_ids), self._checkpoint.config.vocab_size
+        if largest >= vocab_size:
+            token = self._checkpoint.tokenizer.id_to_token(largest)
+            raise RequestError(
+                f"'text_input' has the token {token!r}, whose id is {largest}; allowed are ids below {vocab_size}"
+            )
 
     def _more_slots(self, count: int) -> list[SlotRef]:
         """Slots for the leader's siblings, all or none."""
