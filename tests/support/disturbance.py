@@ -29,7 +29,9 @@ class Disturber:
 
     server: RunningServer
     seed: int
-    pause: tuple[float, float] = (0.1, 1.5)  # seconds between two disturbances
+    pause: tuple[float, float] = (0.1, 1.0)  # seconds between two disturbances
+    life: tuple[float, float] = (1.0, 3.0)  # seconds that a worker has lived when it is killed, but for
+    short_life: tuple[float, float] = (0.0, 0.5)  # every third
     loading: tuple[float, float] = (0.0, 1.5)  # seconds into a worker's start until it is killed
     stops: tuple[float, float] = (0.05, 0.8)  # seconds; shorter than `hang_seconds`
     done: Counter[str] = field(default_factory=Counter)
@@ -38,6 +40,7 @@ class Disturber:
     def __post_init__(self) -> None:
         self._rng = random.Random(self.seed)
         self._over = threading.Event()
+        self._lives = 0
         self.failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
@@ -66,7 +69,7 @@ class Disturber:
             self.failure = failure
 
     def _kill(self) -> psutil.Process | None:
-        worker = self._ready_worker()
+        worker = self._grown_worker()
         if worker:
             worker.kill()
             self.done["killed"] += 1
@@ -93,7 +96,7 @@ class Disturber:
 
     def _stop_for_good(self) -> None:
         """Under load it is owed an answer, so the supervisor must see that it hangs."""
-        if worker := self._ready_worker():
+        if worker := self._grown_worker():
             worker.suspend()
             self.done["hung"] += 1
             if self._next_worker(worker, timeout=20) is None:
@@ -111,12 +114,18 @@ class Disturber:
                     worker.nice(0)
                 self.done["starved"] += 1
 
-    def _ready_worker(self) -> psutil.Process | None:
-        """A worker that has loaded, once there is one; None when it is all over first."""
+    def _grown_worker(self) -> psutil.Process | None:
+        """A worker that has lived for a while since it had loaded; None when it is all over first.
+
+        Most live so long that every request in the batch gets a token: three deaths without one, the last of them
+        alone in the batch, are rightly a request's fault.
+        """
         while not ((worker := self._worker()) and is_ready(self.server, worker)):
-            if self._over.wait(0.05):
+            if self._over.wait(0.02):
                 return None
-        return worker
+        self._lives += 1
+        life = self._rng.uniform(*(self.life if self._lives % 3 else self.short_life))
+        return None if self._over.wait(life) else worker
 
     def _next_worker(self, before: psutil.Process | None, timeout: float = 60) -> psutil.Process | None:
         """None when it is all over first, or time is up."""
