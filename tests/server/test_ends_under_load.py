@@ -1,4 +1,7 @@
-"""Ends of the server and of the model while clients of every kind run and wait: each of them is told, nothing stays."""
+"""Ends of the server and of the model while clients of every kind run and wait: each of them is told, nothing stays.
+
+Each test takes some seconds to build its load, so those whose kind of end is told otherwise, too, are long ones.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,7 @@ def ended_by(server: RunningServer, pid: int, number: int, *, group: bool = Fals
     assert not wait_ended(workers, 2)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
 def test_a_polite_stop(loaded, number):
     """SIGINT goes to the whole group, as a terminal sends it. Triton's own time limit cuts who is connected."""
     server, load = loaded
@@ -54,12 +57,14 @@ def test_a_polite_stop(loaded, number):
     assert not wait_ended([psutil.Process(server.pid)], 10)
 
 
+@pytest.mark.long
 def test_sigkill_of_tritonserver(loaded):
     server, load = loaded
     ended_by(server, server.pid, signal.SIGKILL)
     load.wait_ended(5)
 
 
+@pytest.mark.long
 def test_sigkill_of_the_stub(loaded):
     """Triton tells nobody that its stub has died, so its clients wait until the server itself ends."""
     server, load = loaded
@@ -68,24 +73,30 @@ def test_sigkill_of_the_stub(loaded):
     load.wait_ended(5)
 
 
-def test_unload(loaded):
-    """Who runs is told after the drain, and the server has what it had before the model was loaded."""
+@pytest.mark.parametrize("rounds", [1, pytest.param(4, marks=pytest.mark.long)])
+def test_unload(loaded, rounds):
+    """Who runs is told after the drain; nothing stays, and no descriptor of tritonserver's from round to round."""
     server, load = loaded
     http = HttpClient(server.http_url)
+    descriptors = []
+    for _ in range(rounds):
+        unload(server, http, load)
+        descriptors.append(psutil.Process(server.pid).num_fds())
+        assert http.load().status_code == 200
+        assert http.generate(PROMPT, max_tokens=3, **GREEDY)["text_output"] == PROMPT + answer(3)
+        if rounds > 1:
+            load = MixedLoad(server.http_url, server.grpc_url, server.metrics_url)
+    assert descriptors[-1] <= descriptors[0] + 4
+
+
+def unload(server: RunningServer, http: HttpClient, load: MixedLoad) -> None:
     family = psutil.Process(server.pid).children(recursive=True)
     assert http.unload().status_code == 200
     load.wait_ended(DRAIN + 10)
     assert all(UNLOADING in client.ending or "no available versions" in client.ending for client in load.clients)
     assert not wait_ended(family, 10)
     http.wait_unloaded()
-    before = psutil.Process(server.pid).num_fds()
     assert not list(Path("/dev/shm").glob(f"{server.process.shm_prefix}*"))
-    assert http.load().status_code == 200
-    assert http.generate(PROMPT, max_tokens=3, **GREEDY)["text_output"] == PROMPT + answer(3)
-    MixedLoad(server.http_url, server.grpc_url, server.metrics_url)
-    http.unload()
-    http.wait_unloaded()
-    assert psutil.Process(server.pid).num_fds() <= before + 4
 
 
 # The same below `tandem serve`
@@ -101,7 +112,7 @@ def serve_loaded(folder: Path, checkpoint: Path) -> Iterator[tuple[Served, Mixed
         yield served, MixedLoad(f"http://{http}", grpc, f"http://{metrics}/metrics")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.long), signal.SIGINT])
 def test_tandem_serve_stops_politely(tmp_path, hash_checkpoint, number):
     with serve_loaded(tmp_path, hash_checkpoint) as (served, load):
         os.killpg(served.popen.pid, number)
@@ -111,7 +122,11 @@ def test_tandem_serve_stops_politely(tmp_path, hash_checkpoint, number):
 
 
 @pytest.mark.parametrize(
-    ("victim", "code"), [("triton_python_backend_stub", 1), ("tritonserver", 128 + signal.SIGKILL)]
+    ("victim", "code"),
+    [
+        ("triton_python_backend_stub", 1),
+        pytest.param("tritonserver", 128 + signal.SIGKILL, marks=pytest.mark.long),
+    ],
 )
 def test_tandem_serve_ends_with_what_it_watches(tmp_path, hash_checkpoint, victim, code):
     with serve_loaded(tmp_path, hash_checkpoint) as (served, load):

@@ -15,6 +15,8 @@ from tests.support.metrics import wait_metrics
 
 # Six sequences run and six wait; the test-only model's memory is 8 bytes a token.
 SETTINGS = {"max_running": 6, "queue_size": 16, "kv_tokens": 6 * (ENDLESS["max_tokens"] + 16)}
+# Triton never unloads a model once a client has cancelled in the very moment of its last response.
+_BEFORE_CANCEL = 0.3  # seconds
 CLOSED = "closed"  # the connection, without an error in words
 
 
@@ -104,4 +106,5 @@ def _grpc(url: str, client: Client, *, stream: bool, n: int = 1) -> str:
         while not (response := call.next()).error:
             assert not response.final
             client.text += response.text
+        time.sleep(_BEFORE_CANCEL)
         return response.error
