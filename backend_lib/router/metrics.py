@@ -98,6 +98,7 @@ REFUSED = _counter(
     "model is being unloaded",
     *("reason", "queue_full", "arena_full", "invalid", "unloading"),
 )
+READY = _gauge("tandem_workers_ready", "workers that compute; 0 while the only one is being replaced")
 RESTARTS = _counter("tandem_worker_restarts_total", "workers that were started because the one before had ended")
 PAUSES = _counter("tandem_pauses_total", "times a request was paused because KV memory ran out")
 RECOMPUTED = _counter("tandem_recomputed_tokens_total", "tokens computed again when paused requests went on")
@@ -135,7 +136,7 @@ TRT_KV = _gauge(
 )
 
 FAMILIES: tuple[Family, ...] = (
-    *(RUNNING, WAITING, PAUSED, KV_TOKENS),
+    *(RUNNING, WAITING, PAUSED, KV_TOKENS, READY),
     *(PROMPT_TOKENS, PREFIX_HITS, GENERATION_TOKENS, FINISHED, REFUSED, RESTARTS, PAUSES, RECOMPUTED),
     *(TTFT, INTER_TOKEN, QUEUE, E2E, STEP_SECONDS),
     _counter("vllm:prompt_tokens_total", "as vllm_backend names it", like=PROMPT_TOKENS),

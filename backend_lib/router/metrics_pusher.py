@@ -15,6 +15,7 @@ from backend_lib.router.metrics import (
     PAUSED,
     PAUSES,
     PREFIX_HITS,
+    READY,
     RECOMPUTED,
     RUNNING,
     STEP_SECONDS,
@@ -40,6 +41,7 @@ class Look(NamedTuple):
     heartbeat_ns: int
     kv_tokens: int
     num_streams: int
+    ready: bool = True
 
 
 class Registry(Protocol):
@@ -85,6 +87,7 @@ class WorkerCounts:
     def _gauges(self, look: Look) -> None:
         load, total = look.load, look.kv_tokens
         free = max(0, total - load.kv_used - load.cached)
+        self._metrics.set(READY, look.ready)
         self._metrics.set(RUNNING, load.running)
         self._metrics.set(PAUSED, load.paused)
         self._metrics.set(WAITING, max(0, look.num_streams - load.running - load.paused))
@@ -135,7 +138,7 @@ class Pusher:
         values = self._metrics.snapshot()
         shown = [(family, value) for family in FAMILIES if family.kind is not Kind.HISTOGRAM for value in family.values]
         num_changed = sum(self._write(family, value, values) for family, value in shown)
-        return self._observe() or num_changed > 0 or look.num_streams > 0
+        return self._observe() or num_changed > 0 or look.num_streams > 0 or not look.ready
 
     def _write(self, family: Family, value: str, values: dict[Series, float]) -> bool:
         series, number = Series(family.name, value), values[Series(family.source.name, value)]

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from backend_lib.arena import Arena, ArenaSpec, SlotRef
+from backend_lib.arena import Arena, ArenaSpec, SlotRef, WorkerState
 from backend_lib.checkpoint import Checkpoint, open_checkpoint
 from backend_lib.config import Settings
 from backend_lib.request import FinishReason
@@ -258,7 +258,8 @@ class Router:
 
     def _look(self) -> Look:
         status = self._arena.status(self._group.index, 0)
-        return Look(status.load, status.heartbeat_ns, status.kv_tokens, self._group.num_streams)
+        ready = status.state is WorkerState.READY
+        return Look(status.load, status.heartbeat_ns, status.kv_tokens, self._group.num_streams, ready)
 
     def _end_all(self, verdict: Verdict) -> None:
         for stream in list(self._streams.values()):

@@ -179,6 +179,7 @@ def test_counters_survive_the_death_of_a_worker(measured, client):
         assert stream.rest()[-1].final
     restarts = before.get("tandem_worker_restarts_total") + 1
     scrape = scrape_until(measured, "tandem_worker_restarts_total", restarts)
+    scrape_until(measured, "tandem_workers_ready", 1)
     done = before.get("tandem_requests_finished_total", reason="length") + 1
     scrape = scrape_until(measured, "tandem_requests_finished_total", done, reason="length")
     assert scrape.get("tandem_generation_tokens_total") == before.get("tandem_generation_tokens_total") + 5000

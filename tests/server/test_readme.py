@@ -3,30 +3,13 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from tests.support.server import RunningServer
+from tests.support.documents import ROOT, for_server, run
 
-ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-
-
-def for_server(text: str, server: RunningServer) -> str:
-    return text.replace("localhost:8000", server.http_url.removeprefix("http://")).replace(
-        "localhost:8001", server.grpc_url
-    )
-
-
-def run(command: list[str] | str) -> str:
-    done = subprocess.run(
-        command, shell=isinstance(command, str), capture_output=True, text=True, timeout=120, cwd=ROOT, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def test_the_curl_line_streams_paris(server):

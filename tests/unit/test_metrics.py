@@ -24,6 +24,7 @@ from backend_lib.router.metrics import (
     KV_TOKENS,
     MAX_OBSERVATIONS,
     PAUSES,
+    READY,
     RECOMPUTED,
     REFUSED,
     RUNNING,
@@ -128,6 +129,16 @@ def test_only_what_changed_is_written() -> None:
     assert rig.pusher.push()
     assert rig.registry.calls == 2, "ours and vLLM's"
     assert rig.registry.values[Series("vllm:generation_tokens_total")] == 7
+
+
+def test_a_worker_that_is_replaced_is_shown_as_such_until_the_next_one_is_ready() -> None:
+    rig = Rig()
+    shown = []
+    for ready in (True, False, True):
+        rig.look = IDLE._replace(ready=ready)
+        assert rig.pusher.push() or ready
+        shown.append(rig.registry.values[Series(READY.name)])
+    assert shown == [1, 0, 1]
 
 
 def test_gauges_follow_the_worker() -> None:
