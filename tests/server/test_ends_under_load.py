@@ -137,3 +137,15 @@ def test_tandem_serve_ends_with_what_it_watches(tmp_path, hash_checkpoint, victi
         print(f"told after {max(client.ended for client in load.clients) - killed:.2f} s")
     assert {client.ending for client in load.clients if client.name.startswith("HTTP")} == {CLOSED}
     assert not list(tmp_path.glob("tandem-*"))
+
+
+def test_tritonserver_may_crash_on_its_way_out(tmp_path, hash_checkpoint):
+    """It does so at times while it cuts connections. The end was asked for, so it is no failure of the command."""
+    with serve_loaded(tmp_path, hash_checkpoint) as (served, load):
+        tritonserver = served.child("tritonserver")
+        served.popen.send_signal(signal.SIGTERM)
+        time.sleep(0.5)
+        os.kill(tritonserver, signal.SIGSEGV)
+        assert served.wait_end(5) == 0
+        assert "on its way out" in served.said()
+        load.wait_ended(2)
