@@ -83,10 +83,25 @@ class BoundedReader(GGUFReader):
         if item == GGUFValueType.ARRAY:
             raise ValueError(f"an array of arrays at byte {orig_offs} is not supported")
         if item == GGUFValueType.STRING:
-            return super()._get_field_parts(orig_offs, raw_type)
+            texts, end = self._texts(orig_offs + 12, int(length[0]))
+            kinds = [GGUFValueType.ARRAY, item]
+            return end - orig_offs, [raw_item, length, *texts], list(range(2, 2 + len(texts))), kinds
         # In one piece, where the package makes an array of each number.
         values = self._get(orig_offs + 12, self.gguf_scalar_to_np[item], length[0])
         return 12 + values.nbytes, [raw_item, length, values], [2], [GGUFValueType.ARRAY, item]
+
+    def _texts(self, offset: int, count: int) -> tuple[list[np.ndarray], int]:
+        """The bytes of each, and where they end. There are hundreds of thousands: no array is made of a length."""
+        view, texts = self._data.data, []
+        for _ in range(count):
+            end = offset + 8 + int.from_bytes(view[offset : offset + 8], "little")
+            if end > len(view) or end - offset > MAX_STRING_BYTES:
+                raise ValueError(
+                    f"it ends too early, or lies: a text at byte {offset} goes on to byte {end} of {len(view)}"
+                )
+            texts.append(self._data[offset + 8 : end])
+            offset = end
+        return texts, offset
 
     def _build_fields(self, offs: int, count: int) -> int:
         if count > MAX_KEYS:

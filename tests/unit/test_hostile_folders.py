@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from backend_lib.checkpoint.untrusted import parser_errors
 from tests.support.families import make_variant
 from tests.support.hostile import Opener, openers, refusal
 
@@ -187,6 +188,17 @@ def test_every_cut_of_a_shard(sides, folder: Path) -> None:
     for length in (*range(10), 100, 1000, len(whole) // 2, len(whole) - 1):
         (folder / SHARD).write_bytes(whole[:length])
         assert f"{folder / SHARD} is not a whole safetensors file" in refusal(sides[1:], folder)
+
+
+def test_what_a_library_raises_becomes_words() -> None:
+    panic = type("PanicException", (BaseException,), {})  # as Rust's come to Python: no Exception, and of no module
+    for error in (panic("index out of bounds"), TypeError("x" * 10_000)):
+        with pytest.raises(ValueError, match=r"^tokenizer\.json: (index|x)") as raised, parser_errors("tokenizer.json"):
+            raise error
+        assert len(str(raised.value)) < 1000
+    for kind in (KeyboardInterrupt, MemoryError):
+        with pytest.raises(kind), parser_errors("tokenizer.json"):
+            raise kind
 
 
 # Pickles.
