@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
 from collections.abc import Iterator
@@ -52,14 +53,14 @@ def load(server: RunningServer, seed: int, seconds: float) -> MixedLoad:
 
 
 def disturbed_load(server: RunningServer, seed: int, rounds: int, **how) -> tuple[MixedLoad, Disturber]:
-    """So many times each kind of disturbance."""
-    mixed, disturber = MixedLoad(server, seed), Disturber(server, seed, **how)
-    try:
-        while disturber.rounds < rounds and disturber.failure is None:
+    """So many times each kind of disturbance, or until a request ends wrongly."""
+    with contextlib.ExitStack() as ends:
+        mixed = MixedLoad(server, seed)
+        ends.callback(mixed.end)
+        disturber = Disturber(server, seed, **how)
+        ends.callback(disturber.end)
+        while disturber.rounds < rounds and not (disturber.failure or mixed.faults):
             time.sleep(0.05)
-    finally:
-        disturber.end()
-        mixed.end()
     return mixed, disturber
 
 

@@ -214,7 +214,9 @@ class MixedLoad:
     def __post_init__(self) -> None:
         self._over = threading.Event()
         self._lock = threading.Lock()
-        self._threads = [threading.Thread(target=self._run, args=(number,)) for number in range(self.clients)]
+        self._threads = [
+            threading.Thread(target=self._run, args=(number,), daemon=True) for number in range(self.clients)
+        ]
         for thread in self._threads:
             thread.start()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import re
 import subprocess
@@ -152,11 +153,11 @@ def is_ready(server: RunningServer, worker: psutil.Process) -> bool:
 
 @contextlib.contextmanager
 def neighbours(cores: list[int]) -> Iterator[None]:
-    """A process on each of these cores that computes for ever."""
+    """A process on each of these cores that computes for as long as this one lives."""
     busy = []
     try:
         for core in cores:
-            code = f"import os; os.sched_setaffinity(0, {{{core}}})\nwhile True: pass"
+            code = f"import os; os.sched_setaffinity(0, {{{core}}})\nwhile os.getppid() == {os.getpid()}: pass"
             busy.append(subprocess.Popen([sys.executable, "-c", code]))
         yield
     finally:
