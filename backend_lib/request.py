@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import IntEnum
+from enum import Enum, IntEnum
 
 
 class FinishReason(IntEnum):
@@ -36,12 +36,33 @@ _FINISH_TEXT = {
 }
 
 
+class GrammarKind(str, Enum):
+    """What a constraint on the output is written in."""
+
+    JSON_OBJECT = "json_object"
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    EBNF = "ebnf"
+    CHOICE = "choice"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grammar:
+    """What the output must match. `source`: the schema as JSON text, the expression, the grammar, the choices as a
+    JSON list; empty for any JSON object."""
+
+    kind: GrammarKind
+    source: str = ""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How the next token is chosen and when the sequence ends.
 
-    `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 keep the whole vocabulary. `max_tokens` None means the
+    `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 keep the whole vocabulary. `max_tokens` None means the
     server's default. `seed` None means that the router draws one. `n` sequences are drawn from one prompt.
+    `logit_bias` is pairs of token id and what is added to its logit. `allowed_token_ids`, where not empty, are the only
+    ones. `logprobs` None is off, 0 is the chosen token's alone, k adds the k most likely; `prompt_logprobs` likewise.
     """
 
     max_tokens: int | None = None
@@ -54,6 +75,18 @@ class SamplingParams:
     n: int = 1
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    bad_words: tuple[str, ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from functools import cached_property
 import numpy as np
 
 MAGIC = 0x314D45444E4154  # "TANDEM1" in little-endian bytes
-LAYOUT_VERSION = 2
+LAYOUT_VERSION = 3
 
 LINE = 64  # bytes of a cache line: words of different writers never share one
 HEADER_BYTES = 1 << 16
@@ -32,19 +32,25 @@ SLOT = np.dtype(
             *("generation", "client_finish", "admit_order", "seed", "arrival_ns", "temperature", "top_p"),
             *("params_offset", "prompt_offset", "output_offset", "logprob_offset"),
             *("params_bytes", "prompt_len", "max_tokens", "min_tokens", "logprob_width", "top_k", "priority"),
-            *("group", "leader_slot", "sequence_index", "adapter_id", "ignore_eos"),
+            *("group", "leader_slot", "sequence_index", "adapter_id", "ignore_eos", "prompt_logprob_width"),
+            "prompt_logprob_offset",
             *("published", "cumulative_logprob", "first_scheduled_ns", "first_token_ns", "last_token_ns"),
             *("cached_tokens", "error"),
         ],
         "formats": [
-            *(*(["u8"] * 5), "f8", "f8", *(["u8"] * 4), *(["u4"] * 6), "i4", *(["u4"] * 5)),
+            *(*(["u8"] * 5), "f8", "f8", *(["u8"] * 4), *(["u4"] * 6), "i4", *(["u4"] * 6), "u8"),
             *("u8", "f8", "u8", "u8", "u8", "u4", "S212"),
         ],
-        "offsets": [*range(0, 88, 8), *range(88, 136, 4), *range(256, 296, 8), 296, 300],
+        "offsets": [*range(0, 88, 8), *range(88, 140, 4), 144, *range(256, 296, 8), 296, 300],
         "itemsize": 512,
     }
 )
 GENERATION_WORD, CLIENT_FINISH_WORD, PUBLISHED_WORD = 0, 1, 256 // 8  # words of a slot that are stored as such
+
+
+def logprob_row(width: int) -> np.dtype:
+    """One token's log-probabilities: its rank among all, from 1, and `width` tokens, itself and then the likeliest."""
+    return np.dtype([("rank", "i4"), ("token_ids", "i4", (width,)), ("logprobs", "f4", (width,))])
 
 
 def align(num_bytes: int) -> int:

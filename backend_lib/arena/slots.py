@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from backend_lib.arena.layout import CLIENT_FINISH_WORD, PUBLISHED_WORD, SLOT, ArenaSpec
+from backend_lib.arena.layout import CLIENT_FINISH_WORD, PUBLISHED_WORD, SLOT, ArenaSpec, logprob_row
 from backend_lib.request import FinishReason
 
 _FINISH_SHIFT, _RELEASED_SHIFT, _GENERATION_SHIFT = 32, 40, 48
@@ -98,6 +98,23 @@ class SlotTable:
         """int32 [max_tokens], a view of the arena; the first `output_len` of them are published."""
         header = self.headers[slot]
         return self._ids(header["output_offset"], header["max_tokens"])
+
+    def logprobs(self, slot: int) -> np.ndarray | None:
+        """[max_tokens] rows, a view of the arena: those of published tokens are there. None: not asked for."""
+        header = self.headers[slot]
+        return self._rows(header["logprob_offset"], header["max_tokens"], header["logprob_width"])
+
+    def prompt_logprobs(self, slot: int) -> np.ndarray | None:
+        """[prompt_len] rows, there with the first output token; the first is empty. None: not asked for."""
+        header = self.headers[slot]
+        return self._rows(header["prompt_logprob_offset"], header["prompt_len"], header["prompt_logprob_width"])
+
+    def _rows(self, offset: int, count: int, width: int) -> np.ndarray | None:
+        if not width:
+            return None
+        return np.frombuffer(
+            self._memory, dtype=logprob_row(int(width)), count=int(count), offset=self._heap + int(offset)
+        )
 
     def _ids(self, offset: int, count: int) -> np.ndarray:
         return np.frombuffer(self._memory, dtype=np.int32, count=int(count), offset=self._heap + int(offset))

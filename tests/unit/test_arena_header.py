@@ -92,7 +92,7 @@ def test_attach_refuses_a_wrong_magic(arena):
 
 def test_attach_refuses_another_version(arena):
     arena.words[1] += 6
-    with pytest.raises(ArenaMismatch, match="layout version 8; this build reads version 2"):
+    with pytest.raises(ArenaMismatch, match="layout version 9; this build reads version 3"):
         Arena.attach(arena.fd)
 
 
