@@ -48,7 +48,8 @@ def ended_by(server: RunningServer, pid: int, number: int, *, group: bool = Fals
     assert not wait_ended(workers, 2)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_polite_stop(loaded, number):
     """SIGINT goes to the whole group, as a terminal sends it. Triton's own time limit cuts who is connected."""
     server, load = loaded

@@ -71,6 +71,7 @@ _IN_ONE_MIB = ("unshare", "--map-root-user", "--mount", "sh", "-c")
 _MOUNT = "mount -t tmpfs -o size=1m tmpfs /dev/shm"
 
 
+@pytest.mark.long
 def test_a_dev_shm_of_one_megabyte(tmp_path, hash_checkpoint, monkeypatch):
     """Enough for all but very long prompts; one that Triton has no room for is that client's error."""
     if subprocess.run([*_IN_ONE_MIB, _MOUNT], capture_output=True).returncode:
