@@ -37,7 +37,7 @@ def main() -> int:
     args = _parser().parse_args()
     settings = dict(each.partition("=")[::2] for each in args.set)
     asked, errors = Counter[str](), Counter[str]()
-    with running_server(model=args.model, settings=settings, extra_flags=["--exit-timeout-secs=5"]) as server:
+    with running_server(model=args.model, settings=settings, extra_flags=["--exit-timeout-secs=3"]) as server:
         sampler = Sampler(server)
         asyncio.run(soak(server, args, sampler, asked, errors))
     found = trends(sampler.samples)

@@ -20,7 +20,7 @@ def test_the_soak_tool_kills_and_measures(tmp_path):
     words.write_text("\n".join(chr(0x4E00 + token) for token in range(3, 64)))
     plot, figures = tmp_path / "soak.png", tmp_path / "soak.json"
     command = [
-        sys.executable, "benchmarks/soak.py", "--minutes", "0.1", "--every", "1", "--kill-every", "2.5",
+        sys.executable, "benchmarks/soak.py", "--minutes", "0.08", "--every", "1", "--kill-every", "2",
         "--model", model, "--set", "kv_tokens=2000", "--words", words, "--json", figures, "--plot", plot,
     ]  # fmt: skip
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180, check=False)
