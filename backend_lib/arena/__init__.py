@@ -3,7 +3,7 @@
 from backend_lib.arena.arena import Arena, ArenaMismatch
 from backend_lib.arena.dirty import DirtyList, SlotRef
 from backend_lib.arena.extents import ExtentAllocator
-from backend_lib.arena.layout import ArenaSpec
+from backend_lib.arena.layout import ArenaSpec, logprob_row
 from backend_lib.arena.ring import Command, CommandKind, CommandRing, RingFull
 from backend_lib.arena.slots import Published, SlotTable
 from backend_lib.arena.status import Load, StatusBlock, WorkerState
@@ -26,4 +26,5 @@ __all__ = [
     "SlotTable",
     "StatusBlock",
     "WorkerState",
+    "logprob_row",
 ]

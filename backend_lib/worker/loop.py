@@ -7,6 +7,7 @@ from collections.abc import Callable
 from backend_lib.arena import Command, CommandKind, Load, StatusBlock
 from backend_lib.worker.agreement import Agreement, StepDecision
 from backend_lib.worker.crash_points import reach
+from backend_lib.worker.logprobs import store
 from backend_lib.worker.publisher import Publisher
 from backend_lib.worker.runner import Runner, Step
 from backend_lib.worker.scheduler import Plan, Scheduler
@@ -83,7 +84,13 @@ class InferLoop:
         """Take the step's tokens. A sequence that ended meanwhile gets none: its row ran one step too far."""
         if step is None:
             return
-        for sequence, token_id in zip(step.sampled, step.finalize(), strict=True):
+        results = step.finalize()
+        for sequence, places, records in results.prompt_logprobs:
+            store(sequence.prompt_logprobs, places, records)
+        for sequence, record in results.logprobs:
+            if not sequence.finish:
+                store(sequence.logprobs, sequence.output_len, record)
+        for sequence, token_id in zip(step.sampled, results.token_ids, strict=True):
             if not sequence.finish:
                 sequence.accept(token_id)
                 self._publisher.token(sequence)

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from backend_lib.arena import SlotRef, SlotTable
-from backend_lib.request import FinishReason
+from backend_lib.request import FinishReason, Grammar, GrammarKind
+from backend_lib.worker.logit_rules import LogitRules
 from backend_lib.worker.prefix_cache import Node
 
 
@@ -31,9 +32,14 @@ class Sequence:
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
     seed: int = 0
     sequence_index: int = 0
     adapter_id: int = 0
+    rules: LogitRules | None = None
+    grammar: Grammar | None = None
+    logprobs: np.ndarray | None = None  # rows of the arena, one an output token
+    prompt_logprobs: np.ndarray | None = None  # and one a prompt token
     use_cache: bool = True  # read the prefix cache, and leave what was computed in it
     leader_ref: SlotRef | None = None
     leader: Sequence | None = None  # the sibling that computes the prompt for this one
@@ -66,6 +72,7 @@ class Sequence:
         header = slots.headers[slot]
         published = slots.published(slot, generation)
         params = json.loads(slots.params(slot))
+        prompt_logprobs = slots.prompt_logprobs(slot)
         return cls(
             slot=slot,
             generation=generation,
@@ -76,11 +83,17 @@ class Sequence:
             temperature=float(header["temperature"]),
             top_k=int(header["top_k"]),
             top_p=float(header["top_p"]),
+            min_p=params.get("min_p", 0.0),
             seed=int(header["seed"]),
             sequence_index=int(header["sequence_index"]),
             leader_ref=_leader_ref(header, params),
             adapter_id=int(header["adapter_id"]),
-            use_cache=params.get("prefix_cache", True),
+            rules=LogitRules.from_blob(params),
+            grammar=_grammar(params),
+            logprobs=slots.logprobs(slot),
+            prompt_logprobs=prompt_logprobs,
+            # What is found in the cache has no logits.
+            use_cache=params.get("prefix_cache", True) and prompt_logprobs is None,
             eos_token_ids=frozenset() if header["ignore_eos"] else eos_token_ids,
             stop_token_ids=frozenset(params["stop_token_ids"]),
             output_len=published.output_len if published else 0,
@@ -116,11 +129,14 @@ class Sequence:
         return self.num_planned >= self.max_tokens
 
     @property
-    def banned_token_ids(self) -> frozenset[int]:
-        """Tokens that the draw planned last must not give: they would end the sequence before `min_tokens`."""
-        if self.num_planned > self.min_tokens:
-            return frozenset()
-        return self.stop_token_ids | self.eos_token_ids
+    def banned_token_ids(self) -> set[int] | frozenset[int]:
+        """Tokens that the next draw must not give, once all before it are known: they would end the sequence before
+        `min_tokens`, or complete a bad word."""
+        too_early = self.output_len < self.min_tokens
+        early = self.stop_token_ids | self.eos_token_ids if too_early else frozenset()
+        if self.rules is None or not self.rules.bad_words:
+            return early
+        return early.union(self.rules.banned_after(self.output_ids[: self.output_len].tolist()))
 
     def known_ids(self, start: int, stop: int) -> np.ndarray:
         """int32 [stop - start], prompt ids and then outputs that have been published."""
@@ -140,6 +156,11 @@ class Sequence:
             self.finish = FinishReason.STOP_TOKEN
         elif self.output_len >= self.max_tokens:
             self.finish = FinishReason.LENGTH
+
+
+def _grammar(params: dict[str, Any]) -> Grammar | None:
+    given = params.get("grammar")
+    return Grammar(kind=GrammarKind(given["kind"]), source=given["source"]) if given else None
 
 
 def _leader_ref(header: np.void, params: dict[str, Any]) -> SlotRef | None:

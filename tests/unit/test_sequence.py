@@ -63,8 +63,7 @@ def test_the_last_token_is_never_computed() -> None:
 def test_ends_are_banned_for_the_first_min_tokens(min_tokens: int) -> None:
     sequence = new_sequence(min_tokens=min_tokens)
     banned = []
-    for _ in range(5):
-        sequence.num_planned += 1  # as the plan does, before the draw
+    for sequence.output_len in range(5):  # known before the draw
         banned.append(sequence.banned_token_ids == {EOS, STOP})
         assert banned[-1] or not sequence.banned_token_ids
     assert banned == [number <= min_tokens for number in range(1, 6)]
@@ -72,9 +71,8 @@ def test_ends_are_banned_for_the_first_min_tokens(min_tokens: int) -> None:
 
 def test_ends_stay_banned_when_another_worker_goes_on() -> None:
     sequence = new_sequence(min_tokens=4, output_len=3)
-    sequence.num_planned += 1
     assert sequence.banned_token_ids
-    sequence.num_planned += 1
+    sequence.output_len += 1
     assert not sequence.banned_token_ids
 
 
