@@ -121,15 +121,19 @@ class Group:
             self._trial = Trial(self._given.values())
             self._go_on()
 
-    def went_down(self) -> list[Stream]:
-        """The worker is dead and reaped. Returns the streams that leave: over already, or suspected of its death."""
+    def went_down(self, *, is_blamed: bool = True) -> list[Stream]:
+        """The worker is dead and reaped. Returns the streams that leave: over already, or convicted of its death.
+
+        `is_blamed`: what it computed may be the cause.
+        """
         with self._lock:
             was_up, self._up = self._up, False
             self.ring.discard()
             self._arena.set_epoch(self.index, self._arena.epoch(self.index) + 1)
             self._status.reset()
-            for stream in self._given.values() if was_up else ():  # no request kills a worker that still loads
-                self._count_death(stream)
+            for stream in self._given.values():
+                if was_up and is_blamed:  # no request kills a worker that still loads
+                    self._count_death(stream)
                 stream.posted = False
             self._trial = Trial()
             gone = [stream for stream in self._given.values() if stream.convicted or self._is_over(stream)]

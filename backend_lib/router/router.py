@@ -23,7 +23,7 @@ from backend_lib.router.reply import UNLOADING, ErrorKind, Verdict
 from backend_lib.router.reply_pool import ReplyPool
 from backend_lib.router.slot_pool import SlotPool
 from backend_lib.router.stream import Stream
-from backend_lib.router.supervisor import Supervisor
+from backend_lib.router.supervisor import End, Supervisor
 from backend_lib.router.watcher import Watcher
 
 log = logging.getLogger("tandem")
@@ -232,12 +232,12 @@ class Router:
 
     # The supervisor's thread.
 
-    def _worker_died(self, words: str) -> None:
+    def _worker_died(self, end: End) -> None:
         """No worker is alive: what it had published is still sent, and the next one goes on from there."""
-        log.error("%s; starting another", words)
+        log.error("%s; starting another", end.words)
         self.metrics.count(RESTARTS)
         self.worker_counts.take()  # before they are cleared
-        gone = self._group.went_down()
+        gone = self._group.went_down(is_blamed=not end.from_outside)
         self.worker_counts.take()
         for stream in gone:
             blame = f"the worker died {stream.deaths} times while it computed this request, the last time nothing else"
@@ -245,7 +245,9 @@ class Router:
                 stream.decide(Verdict(FinishReason.ERROR, ErrorKind.INTERNAL, blame))
             self._maybe_retire(stream)
         if self._supervisor.failed_starts >= MAX_FAILED_STARTS:
-            self._end_all(Verdict(FinishReason.ERROR, ErrorKind.UNAVAILABLE, f"the model cannot be loaded: {words}"))
+            self._end_all(
+                Verdict(FinishReason.ERROR, ErrorKind.UNAVAILABLE, f"the model cannot be loaded: {end.words}")
+            )
         self._rescan()
 
     def _can_start(self) -> bool:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from typing import NamedTuple
 
 from backend_lib.arena import Arena, Doorbell, WorkerState
 from backend_lib.router.group import Group
@@ -19,10 +20,20 @@ LOADING_POLL = 0.05  # seconds; a worker that loads is looked at this often
 BACK_OFF = (0.0, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0)  # seconds before the next start, by failed starts in a row
 
 
+STEPS = 20  # of the length that the worker predicts: what takes longer than so many is no step any more
+
+
+class End(NamedTuple):
+    """How a worker ended, in words. `from_outside`: somebody killed it, which says nothing of what it computed."""
+
+    words: str
+    from_outside: bool = False
+
+
 class Supervisor:
     """One thread, which alone starts workers: the kernel ends a worker when the thread that started it ends.
 
-    `on_up(kv_tokens)` and `on_down(words)` are called in that thread; while `on_down` runs, no worker is alive.
+    `on_up()` and `on_down(end)` are called in that thread; while `on_down` runs, no worker is alive.
     """
 
     def __init__(
@@ -32,7 +43,7 @@ class Supervisor:
         *,
         hang_seconds: float,
         on_up: Callable[[], None],
-        on_down: Callable[[str], None],
+        on_down: Callable[[End], None],
     ) -> None:
         self._arena = arena
         self._group = group
@@ -63,48 +74,65 @@ class Supervisor:
 
     def _run(self) -> None:
         while not self._stopping:
-            words = self._run_worker()
-            if self._stopping or self._gave_up(words):
+            end = self._run_worker()
+            if self._stopping or self._gave_up(end.words):
                 return
-            self._on_down(words)
+            self._on_down(end)
             self._back_off()
 
-    def _run_worker(self) -> str:
-        """One worker from start to end; how it ended, in words."""
+    def _run_worker(self) -> End:
+        """One worker from start to end."""
         try:
             worker = WorkerProcess(self._arena, self._group, rank=0)
         except OSError as error:  # no interpreter, no memory for a process
             self.failed_starts += 1
-            return f"a worker could not be started: {error}"
+            return End(f"a worker could not be started: {error}")
         try:
-            return self._watch(worker)
+            return self._watch_loading(worker) or self._watch_ready(worker)
         finally:
             worker.kill()
 
-    def _watch(self, worker: WorkerProcess) -> str:
-        """Follow a worker from start to end; how it ended, in words."""
-        ended = False
-        while not (ended or self._stopping) and self._status.state is not WorkerState.READY:
-            ended = worker.wait(self._stop.fd, LOADING_POLL)
-        if ended or self._stopping:
-            self.failed_starts += 1
-            return self._end_of(worker)
+    def _watch_loading(self, worker: WorkerProcess) -> End | None:
+        """None when the worker is ready."""
+        watch = HangWatch(lambda: worker.activity, lambda: True, limit=self._hang_seconds)
+        if end := self._watch(worker, watch, until_ready=True):
+            self.failed_starts += not end.from_outside
+            return end
         self.failed_starts = 0
         log.info("worker %d is ready", worker.pid)
         self._on_up()
         if not self._first_load.done():
             self._first_load.set_result(self._status.kv_tokens)
-        return self._watch_ready(worker)
+        return None
 
-    def _watch_ready(self, worker: WorkerProcess) -> str:
-        watch = HangWatch(self._group, self._status, at_least=self._hang_seconds)
-        while not (worker.wait(self._stop.fd, watch.period) or self._stopping):
+    def _watch_ready(self, worker: WorkerProcess) -> End:
+        """Progress is anything that a worker does with work: it reads a command, publishes, or its KV use changes.
+
+        Steps are not progress: a loop that plans nothing for ever takes many.
+        """
+        watch = HangWatch(
+            lambda: (self._group.progress, self._status.load._replace(step=0)),
+            lambda: self._group.owed,
+            limit=max(self._hang_seconds, STEPS * self._status.predicted_step),
+        )
+        end = self._watch(worker, watch)
+        assert end is not None
+        return end
+
+    def _watch(self, worker: WorkerProcess, watch: HangWatch, *, until_ready: bool = False) -> End | None:
+        """Follow a worker until it has ended, hangs, or, if that is asked, is ready (None)."""
+        period = min(watch.period, LOADING_POLL) if until_ready else watch.period
+        while not (until_ready and self._status.state is WorkerState.READY):
+            if worker.wait(self._stop.fd, period) or self._stopping:
+                return self._end_of(worker)
             if watch.is_hung():
-                return f"worker {worker.pid} made no progress for {watch.stuck:.1f} s and is ended"
-        return self._end_of(worker)
+                return End(f"worker {worker.pid} made no progress for {watch.stuck:.1f} s and is ended")
+        return None
 
-    def _end_of(self, worker: WorkerProcess) -> str:
-        return "stopped" if self._stopping else f"worker {worker.pid} {worker.end}: {self._status.error}"
+    def _end_of(self, worker: WorkerProcess) -> End:
+        if self._stopping:
+            return End("stopped")
+        return End(f"worker {worker.pid} {worker.end}: {self._status.error}", worker.was_killed_from_outside)
 
     def _gave_up(self, words: str) -> bool:
         """The first load is not tried again: the one who asked for it is told."""

@@ -8,10 +8,14 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Hashable
 from pathlib import Path
 
 from backend_lib.arena import Arena
 from backend_lib.router.group import Group
+
+_VM_COUNTERS = Path("/proc/vmstat")
+_OUTSIDERS_SIGNALS = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 
 _ROOT = Path(__file__).resolve().parents[2]  # where backend_lib and kernels are imported from
 
@@ -26,6 +30,7 @@ class WorkerProcess:
         fds = {"arena": arena.fd, "commands": group.commands.fd, "replies": group.replies.fd}
         numbers = {"group": group.index, "rank": rank, "epoch": arena.epoch(group.index), "parent": os.getpid()}
         arguments = [f"--{name}={value}" for name, value in (fds | numbers).items()]
+        self._oom_kills = _oom_kills()
         self._process = subprocess.Popen(
             [python_executable(), "-m", "backend_lib.worker", *arguments],
             pass_fds=list(fds.values()), start_new_session=True, stdin=subprocess.DEVNULL, env=_environment(),
@@ -48,12 +53,33 @@ class WorkerProcess:
         os.close(self._pidfd)
 
     @property
+    def activity(self) -> Hashable:
+        """Changes while it computes or reads: clock ticks and bytes read so far."""
+        try:
+            ticks = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+            return (*ticks, Path(f"/proc/{self.pid}/io").read_text().partition("\n")[0])
+        except OSError:
+            return None  # it has just ended
+
+    @property
+    def was_killed_from_outside(self) -> bool:
+        """By somebody's signal: not by a fault, nor because it took more memory than there is."""
+        code = self._process.returncode
+        return code is not None and -code in _OUTSIDERS_SIGNALS and _oom_kills() == self._oom_kills
+
+    @property
     def end(self) -> str:
         """How it ended, in words."""
         code = self._process.returncode
         if code is not None and code < 0:
             return f"was killed by {signal.Signals(-code).name}"
         return f"ended with status {code}"
+
+
+def _oom_kills() -> int:
+    """Processes that this machine's kernel has killed for lack of memory."""
+    counters = dict(line.split() for line in _VM_COUNTERS.read_text().splitlines())
+    return int(counters.get("oom_kill", 0))
 
 
 def python_executable() -> str:

@@ -54,6 +54,25 @@ def test_a_worker_that_hangs_while_idle_is_replaced_once_it_has_commands_to_read
         assert_level(router)
 
 
+def test_a_worker_that_stops_while_it_loads_is_replaced(folder) -> None:
+    ask = Ask([5, 6], {"max_tokens": 20})
+    with running_router(folder, **SETTINGS) as router:
+        first = worker_pid(router)
+        os.kill(first, signal.SIGKILL)
+        router.submit(ask.inbound())
+        wait_until(lambda: worker_pid(router) not in (None, first))
+        os.kill(stopped := worker_pid(router), signal.SIGSTOP)
+        ask.check()
+        assert worker_pid(router) != stopped
+        assert_level(router)
+
+
+def test_what_a_full_step_takes_is_told_and_counts(folder) -> None:
+    """So that a slow machine is given the time for its steps."""
+    with running_router(folder, **SETTINGS) as router:
+        assert 0 < router._arena.status(0, 0).predicted_step < 5
+
+
 def test_a_worker_that_was_stopped_for_less_is_left_alone(folder) -> None:
     asks = endless(random.Random(2), 4)
     with running_router(folder, **SETTINGS | {"hang_seconds": 30}) as router:

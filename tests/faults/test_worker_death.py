@@ -146,6 +146,23 @@ def test_a_worker_that_dies_while_it_loads_costs_nobody_anything(long_folder) ->
         assert_level(router)
 
 
+def test_workers_that_are_killed_as_soon_as_they_are_up_cost_nobody_anything(long_folder, monkeypatch) -> None:
+    """Nor while they load, more often than a load is tried that fails by itself."""
+    monkeypatch.setattr(router_module, "MAX_FAILED_STARTS", 2)
+    asks = sixteen_streams(random.Random(4))
+    with running_router(long_folder, **SETTINGS) as router:
+        for ask in asks:
+            router.submit(ask.inbound())
+        pid = kill_worker(router)
+        for is_up in (False, True, False, False, True, False, True, True):
+            wait_next_worker(router, pid)
+            wait_until(lambda is_up=is_up: not is_up or router._group._up)
+            pid = kill_worker(router)
+        for ask in asks:
+            ask.check()
+        assert_level(router)
+
+
 def test_who_is_cancelled_while_no_worker_is_up_is_answered_and_not_computed(folder) -> None:
     gone = Ask([5], {"max_tokens": 250, "ignore_eos": True, "stream": True})
     waits = Ask([6], {"max_tokens": 250, "ignore_eos": True, "stream": True})

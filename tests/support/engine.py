@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -148,13 +148,20 @@ def running_router(folder: Path, is_serving=lambda: True, **settings: Any) -> It
 
 def worker_pids() -> set[int]:
     """Workers started by this process."""
-    return {child.pid for child in psutil.Process().children() if "backend_lib.worker" in " ".join(child.cmdline())}
+    return {child.pid for child in psutil.Process().children() if "backend_lib.worker" in _arguments(child)}
 
 
 def worker_pid(router: Router) -> int | None:
     """The router's worker, from the arena's descriptor in its arguments."""
     argument = f"--arena={router._arena.fd}"
-    return next((child.pid for child in psutil.Process().children() if argument in child.cmdline()), None)
+    return next((child.pid for child in psutil.Process().children() if argument in _arguments(child)), None)
+
+
+def _arguments(process: psutil.Process) -> list[str]:
+    """None once it has ended."""
+    with suppress(psutil.NoSuchProcess):
+        return process.cmdline()
+    return []
 
 
 def wait_until(condition, timeout: float = 15.0) -> None:

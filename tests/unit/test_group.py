@@ -378,6 +378,17 @@ def test_a_worker_that_dies_before_it_is_up_was_killed_by_no_request(it) -> None
     assert it.commands() == [(ADMIT, stream.slot)] and stream.deaths == 1
 
 
+def test_a_worker_that_somebody_killed_was_killed_by_no_request(it) -> None:
+    it.group.came_up()
+    stream = it.submit()
+    for _ in range(2 * SUSPECT_DEATHS):
+        it.begin(stream)
+        it.commands()
+        assert it.group.went_down(is_blamed=False) == []
+        it.group.came_up()
+        assert it.commands() == [(ADMIT, stream.slot)] and stream.deaths == 0
+
+
 def test_a_request_that_no_worker_has_begun_is_not_blamed(it) -> None:
     it.group.came_up()
     streams = [it.submit() for _ in range(FULL + 1)]

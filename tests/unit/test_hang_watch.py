@@ -1,33 +1,20 @@
-"""When a worker counts as hung: it owes something and nothing has changed for longer than the limit."""
+"""When a process counts as hung: it owes something and nothing has changed for longer than the limit."""
 
 from __future__ import annotations
 
 import pytest
 
-from backend_lib.arena import Load
-from backend_lib.router.hang import CHECKS, SLOWEST_CHECK, STEPS, HangWatch
+from backend_lib.router.hang import CHECKS, SLOWEST_CHECK, HangWatch
 
 LIMIT = 10.0
-IDLE = Load(*[0] * len(Load._fields))
-
-
-class FakeGroup:
-    owed = True
-    progress = 0
-
-
-class FakeStatus:
-    load = IDLE
-    predicted_step = 0.0
 
 
 class Bench:
     """A watch that is asked as a supervisor asks it, on a clock of its own."""
 
-    def __init__(self, predicted_step: float = 0.0) -> None:
-        self.group, self.status, self.now = FakeGroup(), FakeStatus(), 0.0
-        self.status.predicted_step = predicted_step
-        self.watch = HangWatch(self.group, self.status, at_least=LIMIT, clock=lambda: self.now)
+    def __init__(self, limit: float = LIMIT) -> None:
+        self.progress, self.is_owed, self.now = 0.0, True, 0.0
+        self.watch = HangWatch(lambda: self.progress, lambda: self.is_owed, limit=limit, clock=lambda: self.now)
 
     def pass_time(self, seconds: float) -> bool:
         """Whether it was found hung meanwhile."""
@@ -45,38 +32,22 @@ def test_nothing_changes_for_longer_than_the_limit() -> None:
     assert bench.watch.stuck == pytest.approx(LIMIT, abs=2 * bench.watch.period)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda bench: setattr(bench.group, "progress", bench.now),
-        lambda bench: setattr(bench.status, "load", IDLE._replace(kv_used=int(bench.now * 1000))),
-        lambda bench: setattr(bench.group, "owed", False),
-    ],
-)
-def test_what_counts_as_progress(change) -> None:
+@pytest.mark.parametrize("name", ["progress", "is_owed"])
+def test_who_goes_on_or_owes_nothing_is_not_hung(name: str) -> None:
     bench = Bench()
     for _ in range(4):
         assert not bench.pass_time(0.9 * LIMIT)
-        bench.group.owed = True
-        change(bench)
+        bench.is_owed = True
+        setattr(bench, name, bench.now if name == "progress" else False)
         bench.now += bench.watch.period
         assert not bench.watch.is_hung()
 
 
-def test_steps_that_lead_nowhere_are_no_progress() -> None:
-    bench = Bench()
-    for step in range(1000):
-        bench.status.load = IDLE._replace(step=step)
-        if bench.pass_time(bench.watch.period):
-            break
-    assert bench.now < 2 * LIMIT
-
-
 def test_who_owes_nothing_may_sleep() -> None:
     bench = Bench()
-    bench.group.owed = False
+    bench.is_owed = False
     assert not bench.pass_time(100 * LIMIT)
-    bench.group.owed = True
+    bench.is_owed = True
     assert not bench.pass_time(0.9 * LIMIT)
 
 
@@ -87,9 +58,6 @@ def test_time_in_which_the_router_was_frozen_too_does_not_count() -> None:
     assert not bench.watch.is_hung() and not bench.pass_time(LIMIT / 4)
 
 
-def test_long_steps_are_given_time() -> None:
-    bench = Bench(predicted_step=LIMIT)
-    assert bench.watch.limit == STEPS * LIMIT and bench.watch.period == SLOWEST_CHECK
-    assert not bench.pass_time(0.9 * STEPS * LIMIT)
-    assert Bench(predicted_step=LIMIT / STEPS / 2).watch.limit == LIMIT
+def test_how_often_to_look() -> None:
     assert Bench().watch.period == LIMIT / CHECKS
+    assert Bench(limit=1000).watch.period == SLOWEST_CHECK
