@@ -17,6 +17,8 @@ class FinishReason(IntEnum):
     CANCELLED = 5
     DEADLINE = 6
     ERROR = 7
+    INVALID = 8  # an error that is the client's mistake, found by the worker
+    GRAMMAR = 9  # the output matches, and nothing can follow
 
     @property
     def text(self) -> str:
@@ -33,6 +35,8 @@ _FINISH_TEXT = {
     FinishReason.CANCELLED: "abort",
     FinishReason.DEADLINE: "abort",
     FinishReason.ERROR: "error",
+    FinishReason.INVALID: "error",
+    FinishReason.GRAMMAR: "stop",
 }
 
 

@@ -33,6 +33,8 @@ _REASONS = {
     FinishReason.CANCELLED: "abort",
     FinishReason.DEADLINE: "deadline",
     FinishReason.ERROR: "error",
+    FinishReason.INVALID: "error",
+    FinishReason.GRAMMAR: "stop",
 }
 
 

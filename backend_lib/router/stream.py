@@ -13,6 +13,8 @@ from backend_lib.router.reply import ErrorKind, Reply, Sender, Verdict
 from backend_lib.router.text import TextStream
 
 _ENDED_BY_TOKEN = (FinishReason.EOS, FinishReason.STOP_TOKEN)
+# Ends that the worker finds and the client is told as an error.
+_ERRORS = {FinishReason.ERROR: ErrorKind.INTERNAL, FinishReason.INVALID: ErrorKind.INVALID_ARG}
 
 
 class Stream:
@@ -96,9 +98,9 @@ class Stream:
         if finish is FinishReason.STOP_STRING and self.decide(Verdict(finish)):
             on_stop(self)
         if finish:
-            self._finish(slots, finish, ErrorKind.INTERNAL if finish is FinishReason.ERROR else None)
-        if finish is FinishReason.ERROR:
-            self.fail(ErrorKind.INTERNAL, slots.headers["error"][self.slot].decode(errors="replace"))
+            self._finish(slots, finish, _ERRORS.get(finish))
+        if finish in _ERRORS:
+            self.fail(_ERRORS[finish], slots.headers["error"][self.slot].decode(errors="replace"))
         elif finish:
             self._pending += self._text.finish()
             self._send(finish, slots)

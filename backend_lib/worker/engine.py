@@ -18,8 +18,10 @@ from backend_lib.config import Settings
 from backend_lib.models import load_decoder
 from backend_lib.models.batch import Decoder
 from backend_lib.worker.agreement import SoloAgreement
+from backend_lib.worker.grammar import GrammarCompiler
 from backend_lib.worker.loop import InferLoop
 from backend_lib.worker.memory import available_bytes
+from backend_lib.worker.preparation import Preparation
 from backend_lib.worker.publisher import Publisher
 from backend_lib.worker.runner import InlineStream, Runner, compute_thread
 from backend_lib.worker.scheduler import Scheduler
@@ -67,12 +69,14 @@ def build_engine(arena: Arena, group: int, rank: int, *, commands: Doorbell, rep
         prefill_chunk=settings.prefill_chunk, conservative=settings.admission == "conservative",
     )  # fmt: skip
     gc.freeze()  # weights and code stay; a collection need not look at them again
+    preparation = Preparation(GrammarCompiler(checkpoint, on_done=commands.ring))
     loop = InferLoop(
-        SoloAgreement(arena.ring(group), commands, rank),
+        SoloAgreement(arena.ring(group), commands, rank, prepared=preparation.done),
         scheduler,
         runner,
         Publisher(arena.slots, arena.dirty_list(group), replies),
         arena.status(group, rank),
+        preparation=preparation,
         read_slot=partial(Sequence.from_slot, arena.slots, eos_token_ids=frozenset(checkpoint.eos_token_ids)),
         overlap=overlap,
     )

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from backend_lib.arena import Command, CommandKind, Load, StatusBlock
+from backend_lib.request import FinishReason
 from backend_lib.worker.agreement import Agreement, StepDecision
 from backend_lib.worker.crash_points import reach
 from backend_lib.worker.logprobs import store
+from backend_lib.worker.preparation import Preparation
 from backend_lib.worker.publisher import Publisher
 from backend_lib.worker.runner import Runner, Step
 from backend_lib.worker.scheduler import Plan, Scheduler
@@ -19,13 +21,14 @@ class InferLoop:
 
     def __init__(
         self, node: Agreement, scheduler: Scheduler, runner: Runner, publisher: Publisher, status: StatusBlock, *,
-        read_slot: Callable[[int, int], Sequence], overlap: bool,
+        preparation: Preparation, read_slot: Callable[[int, int], Sequence], overlap: bool,
     ) -> None:  # fmt: skip
         self._node = node
         self._scheduler = scheduler
         self._runner = runner
         self._publisher = publisher
         self._status = status
+        self._preparation = preparation
         self._read_slot = read_slot
         self._overlap = overlap
         self._previous: Step | None = None
@@ -57,17 +60,35 @@ class InferLoop:
                 self._admit(command)
             else:
                 self._abort(command)
+        for prepared in decision.prepared:
+            self._admit_prepared(*prepared)
         self._node.applied(decision)
 
     def _admit(self, command: Command) -> None:
         """What fails here concerns one sequence only, and ends only that one."""
         try:
-            self._scheduler.add(self._read_slot(command.slot, command.generation))
+            sequence = self._read_slot(command.slot, command.generation)
+            if sequence.grammar is None:
+                self._scheduler.add(sequence)
+            else:
+                self._preparation.begin(sequence)
         except (ValueError, KeyError) as error:
             self._publisher.failed(command.slot, command.generation, f"the request could not be prepared: {error}")
 
+    def _admit_prepared(self, slot: int, generation: int, error: str) -> None:
+        """Its grammar is compiled, or cannot be; unless it has been aborted meanwhile."""
+        try:
+            sequence = self._preparation.take(slot, generation)
+            if sequence is not None and not error:
+                self._scheduler.add(sequence)
+        except ValueError as problem:
+            error = str(problem)
+        if sequence is not None and error:
+            self._publisher.failed(slot, generation, error, FinishReason.INVALID)
+
     def _abort(self, command: Command) -> None:
-        gone = self._scheduler.abort(command.slot, command.generation)
+        gone = self._preparation.abort(command.slot, command.generation)
+        gone = gone or self._scheduler.abort(command.slot, command.generation)
         if gone:
             self._publisher.released(gone)
 

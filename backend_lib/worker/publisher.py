@@ -28,6 +28,8 @@ class Publisher:
             self._stamp("first_token_ns", sequence)
         if sequence.finish:
             self._stamp("last_token_ns", sequence)
+        if sequence.finish is FinishReason.ERROR:
+            self._set_error(sequence.slot, "no token is allowed by both the grammar and the request's other fields")
 
     def released(self, sequence: Sequence) -> None:
         """No step holds the sequence any more: its slot may be used again."""
@@ -39,10 +41,10 @@ class Publisher:
             self._stamp("first_scheduled_ns", sequence)
             self._slots.headers["cached_tokens"][sequence.slot] = len(sequence.cached_indices)
 
-    def failed(self, slot: int, generation: int, error: str) -> None:
+    def failed(self, slot: int, generation: int, error: str, finish: FinishReason = FinishReason.ERROR) -> None:
         """A sequence that could not be prepared: an error, and nothing held."""
-        self._slots.headers["error"][slot] = error.encode()[:200]
-        self._slots.publish(slot, generation, 0, FinishReason.ERROR, released=True)
+        self._set_error(slot, error)
+        self._slots.publish(slot, generation, 0, finish, released=True)
         self._dirty.append([SlotRef(slot, generation)])
         self._bell.ring()
 
@@ -59,6 +61,9 @@ class Publisher:
         reach("listed")
         self._touched.clear()
         self._bell.ring()
+
+    def _set_error(self, slot: int, words: str) -> None:
+        self._slots.headers["error"][slot] = words.encode()[:200]
 
     def _stamp(self, name: str, sequence: Sequence) -> None:
         self._slots.headers[name][sequence.slot] = np.uint64(time.time_ns())

@@ -56,7 +56,7 @@ class Step:
     def sample(self) -> None:
         """Launch the sampler, once the tokens before this step are known. On an ordered stream the logits are there
         when it runs."""
-        batch = SamplingBatch.of(self.sampled, self._positions)
+        batch = SamplingBatch.of(self.sampled, self._positions, self._runner.vocab_size)
         self._results = self._runner.stream.submit(
             lambda: self._runner.sample(self._logits.result(), self.sampled, batch, self._staged.prompt_spans)
         )
@@ -79,6 +79,7 @@ class Runner:
     ) -> None:  # fmt: skip
         self.stream = stream
         self._decoder = decoder
+        self.vocab_size = decoder.vocab_size
         self._kv = decoder.allocate_kv(kv_tokens)
         self._kv_table = torch.zeros((max_running + 1, max_model_len), dtype=torch.int32, device=device)
         self._relay = torch.full((max_running + 1,), POISON, dtype=torch.int64, device=device)
@@ -147,7 +148,7 @@ class Runner:
         return (time.perf_counter() - started) / num_tokens
 
     def _start_row(self, sequence: Sequence) -> None:
-        self._sampler.set_row(sequence, self._decoder.vocab_size)
+        self._sampler.set_row(sequence, self.vocab_size)
         self._relay[sequence.row] = POISON
         cached = sequence.cached_indices
         self._kv_table[sequence.row, : len(cached)] = torch.from_numpy(cached)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from backend_lib.worker.grammar import apply_masks, mask_width
 from backend_lib.worker.logit_rules import LogitRules
 from backend_lib.worker.logprobs import logprob_rows, row_width
 from backend_lib.worker.penalties import Penalties
@@ -29,6 +30,7 @@ class SamplingBatch:
         filtered: int64, which of the L are drawn from what top-k and top-p leave.
         candidates: largest top_k among the filtered, 0 when one of them has none.
         has_min_p: whether any row has.
+        masked, masks: which of the L have a grammar, and int32 [G, W] the masks of what it allows.
         banned: int64 [2, B], pairs (row of logits, token id) that must not be sampled.
         allowed: (row of logits, int64 [A]), where only these may be sampled.
         bias_at, bias: int64 [2, C] pairs (row of logits, token id), and float32 [C], what is added there.
@@ -43,6 +45,8 @@ class SamplingBatch:
     filtered: torch.Tensor
     candidates: int
     has_min_p: bool
+    masked: list[int]
+    masks: np.ndarray
     banned: torch.Tensor
     allowed: list[tuple[int, torch.Tensor]]
     bias_at: torch.Tensor
@@ -52,7 +56,7 @@ class SamplingBatch:
     logprob_width: int
 
     @classmethod
-    def of(cls, sequences: list[Sequence], positions: list[int]) -> SamplingBatch:
+    def of(cls, sequences: list[Sequence], positions: list[int], vocab_size: int) -> SamplingBatch:
         """For the sequences that a step samples, all of whose tokens before it are known."""
         drawn = [place for place, sequence in enumerate(sequences) if sequence.temperature > 0]
         filtered = [place for place in drawn if sequences[place].top_k or sequences[place].top_p < 1]
@@ -68,6 +72,7 @@ class SamplingBatch:
             filtered=_int64(filtered),
             candidates=max(top_k) if top_k and all(top_k) else 0,
             has_min_p=any(sequence.min_p for sequence in sequences),
+            **_masks(sequences, vocab_size),
             banned=_int64(banned).view(-1, 2).T,
             allowed=[(place, rules.allowed) for place, rules in ruled if rules.allowed is not None],
             **_biases(ruled),
@@ -75,6 +80,16 @@ class SamplingBatch:
             logprobs=_int64(told),
             logprob_width=max((row_width(sequences[place].logprobs) for place in told), default=0),
         )
+
+
+def _masks(sequences: list[Sequence], vocab_size: int) -> dict[str, Any]:
+    """One that has ended runs a step too far, and has no next token."""
+    states = [(place, each.grammar_state) for place, each in enumerate(sequences) if not each.finish]
+    masked = [(place, state) for place, state in states if state is not None]
+    masks = np.empty((len(masked), mask_width(vocab_size)), dtype=np.int32)
+    for row, (_, state) in zip(masks, masked, strict=True):
+        state.fill(row)
+    return {"masked": [place for place, _ in masked], "masks": masks}
 
 
 def _biases(ruled: list[tuple[int, LogitRules]]) -> dict[str, torch.Tensor]:
@@ -96,7 +111,8 @@ class Sampled(NamedTuple):
 class Sampler:
     """Keeps each row's parameters on the device; they are written when a row changes hands, not every step.
 
-    The order is vLLM's: log-probabilities are those of the model's logits. These are then changed by allowed tokens,
+    The order is vLLM's: log-probabilities are those of the model's logits, of what a grammar allows. These are then
+    changed by allowed tokens,
     bans, biases and penalties; what is greedy takes the best. What is drawn is divided by the temperature and filtered
     by min-p, top-k and top-p.
     """
@@ -123,6 +139,8 @@ class Sampler:
 
     def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
         """From float32 [L, V] logits, which are changed in place."""
+        if batch.masked:
+            apply_masks(logits, batch.masked, batch.masks)
         told = logits[batch.logprobs].log_softmax(dim=-1) if len(batch.logprobs) else None
         self._change(logits, batch)
         token_ids = logits.argmax(dim=-1)

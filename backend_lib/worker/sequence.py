@@ -10,6 +10,7 @@ import numpy as np
 
 from backend_lib.arena import SlotRef, SlotTable
 from backend_lib.request import FinishReason, Grammar, GrammarKind
+from backend_lib.worker.grammar import GrammarState
 from backend_lib.worker.logit_rules import LogitRules
 from backend_lib.worker.prefix_cache import Node
 
@@ -38,6 +39,7 @@ class Sequence:
     adapter_id: int = 0
     rules: LogitRules | None = None
     grammar: Grammar | None = None
+    grammar_state: GrammarState | None = None  # there once the grammar is compiled
     logprobs: np.ndarray | None = None  # rows of the arena, one an output token
     prompt_logprobs: np.ndarray | None = None  # and one a prompt token
     use_cache: bool = True  # read the prefix cache, and leave what was computed in it
@@ -154,8 +156,17 @@ class Sequence:
             self.finish = FinishReason.EOS
         elif token_id in self.stop_token_ids:
             self.finish = FinishReason.STOP_TOKEN
+        elif self.grammar_state is not None and not self._follow(self.grammar_state, token_id):
+            self.finish = FinishReason.ERROR
+        elif self.grammar_state is not None and self.grammar_state.is_over:
+            self.finish = FinishReason.GRAMMAR
         elif self.output_len >= self.max_tokens:
             self.finish = FinishReason.LENGTH
+
+    def _follow(self, state: GrammarState, token_id: int) -> bool:
+        """False when it cannot go on: the request's other fields ban all that the grammar allows, or no token of this
+        vocabulary leads on."""
+        return state.accept(token_id) and not state.is_stuck
 
 
 def _grammar(params: dict[str, Any]) -> Grammar | None:

@@ -158,7 +158,7 @@ def worker_pid(router: Router) -> int | None:
 
 
 def _arguments(process: psutil.Process) -> list[str]:
-    """None once it has ended."""
+    """Empty once it has ended."""
     with suppress(psutil.NoSuchProcess):
         return process.cmdline()
     return []
