@@ -103,6 +103,10 @@ class OutputOptions:
     num_input_tokens: bool = False
     num_output_tokens: bool = False
     num_cached_tokens: bool = False
+    logprobs: bool = False
+    cumulative_logprob: bool = False
+    prompt_logprobs: bool = False
+    output_ids: bool = False
     stream_interval: int = 1
 
 

@@ -30,6 +30,7 @@ class Checkpoint:
         tokenizer: adds the special tokens (BOS) that the checkpoint asks for, unless told not to.
         eos_token_ids: any of these ends a sequence; empty when the checkpoint names none.
         chat_template: Jinja source, or None.
+        tool_template: the one for conversations with tools, where it is another.
         bos_token: the text of the begin-of-sequence token, which chat templates may ask for; "" when there is none.
         eos_token: the same for end of sequence.
         sampling: what applies where a request does not say.
@@ -40,6 +41,7 @@ class Checkpoint:
     tokenizer: Tokenizer = field(repr=False)
     eos_token_ids: tuple[int, ...]
     chat_template: str | None = None
+    tool_template: str | None = None
     path: Path = Path()
     bos_token: str = ""
     eos_token: str = ""

@@ -36,6 +36,7 @@ def _checkpoint(path: Path, fields: Fields, reader: GGUFReader) -> Checkpoint:
         tokenizer=tokenizer,
         eos_token_ids=_eos_token_ids(fields, config.vocab_size),
         chat_template=fields.text("tokenizer.chat_template", "") or None,
+        tool_template=fields.text("tokenizer.chat_template.tool_use", "") or None,
         bos_token=_token_text(fields, "tokenizer.ggml.bos_token_id", tokenizer),
         eos_token=_token_text(fields, "tokenizer.ggml.eos_token_id", tokenizer),
         sampling=SamplingDefaults.from_gguf(fields),

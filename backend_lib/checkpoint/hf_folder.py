@@ -9,10 +9,11 @@ from tokenizers import Tokenizer
 
 from backend_lib.checkpoint.checkpoint import Checkpoint, Weights
 from backend_lib.checkpoint.decoder_config import DecoderConfig, HashConfig
-from backend_lib.checkpoint.fields import MAX_JSON_BYTES, Fields
+from backend_lib.checkpoint.fields import Fields
+from backend_lib.checkpoint.hf_chat_templates import read_chat_templates
 from backend_lib.checkpoint.hf_config import read_config
 from backend_lib.checkpoint.sampling_defaults import SamplingDefaults
-from backend_lib.checkpoint.untrusted import check_size, is_there, parser_errors, read_text
+from backend_lib.checkpoint.untrusted import check_size, is_there, parser_errors
 
 _INDEX = "model.safetensors.index.json"
 _MAX_TOKENIZER_BYTES = 1 << 28
@@ -24,13 +25,15 @@ def read_folder(folder: Path) -> Checkpoint:
     config = read_config(fields)
     generation = Fields.from_json_if_there(folder / "generation_config.json")
     texts = Fields.from_json_if_there(folder / "tokenizer_config.json")
+    templates = read_chat_templates(folder, texts)
     return Checkpoint(
         name=folder.resolve().name,
         path=folder,
         config=config,
         tokenizer=_tokenizer(_required(folder, "tokenizer.json")),
         eos_token_ids=_eos_token_ids(fields, generation, config.vocab_size),
-        chat_template=_chat_template(folder, texts),
+        chat_template=templates.default,
+        tool_template=templates.tool_use,
         bos_token=_token_text(texts, "bos_token"),
         eos_token=_token_text(texts, "eos_token"),
         sampling=SamplingDefaults.from_generation_config(generation),
@@ -63,25 +66,6 @@ def _eos_token_ids(config: Fields, generation: Fields, vocab_size: int) -> tuple
     if any(i >= vocab_size for i in ids):
         raise fields.error("eos_token_id", f"token ids below the vocabulary's {vocab_size}")
     return ids
-
-
-def _chat_template(folder: Path, texts: Fields) -> str | None:
-    path = folder / "chat_template.jinja"
-    if is_there(path):
-        return read_text(path, MAX_JSON_BYTES)
-    template = texts.values.get("chat_template")
-    if isinstance(template, list):
-        template = _default_template(template)
-    if template is not None and not isinstance(template, str):
-        raise texts.error("chat_template", "a string, or a list with one named 'default'")
-    return template
-
-
-def _default_template(named: list[Any]) -> Any:
-    """Several templates are written as a list of {name, template}."""
-    return next(
-        (each.get("template") for each in named if isinstance(each, dict) and each.get("name") == "default"), named
-    )
 
 
 def _token_text(texts: Fields, key: str) -> str:

@@ -6,7 +6,6 @@ A field's value is its tensor, else what the JSON object `sampling_parameters` s
 from __future__ import annotations
 
 import difflib
-import logging
 import reprlib
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -16,10 +15,10 @@ import numpy as np
 
 from backend_lib.checkpoint import Checkpoint
 from backend_lib.config import Settings
-from backend_lib.request import GenerationRequest, OutputOptions, SamplingParams
-from backend_lib.router.fields import FIELDS, TIMEOUT, Field, is_triton_parameter, load_json
-
-log = logging.getLogger("tandem")
+from backend_lib.request import GenerationRequest, Grammar, OutputOptions, SamplingParams
+from backend_lib.router.fields import ALIASES, FIELDS, TIMEOUT, Field, is_triton_parameter
+from backend_lib.router.grammars import guided, the_one
+from backend_lib.router.kinds import Explained, load_json
 
 _TEXT = "text_input"
 _JSON = "sampling_parameters"
@@ -62,30 +61,28 @@ def parse_request(
     text = _prompt(tensors)
     given = {name: _parse(FIELDS[name], raw, vocab_size) for name, raw in _given_values(tensors, parameters).items()}
     values = {**defaults, **given}
+    output = _output(values, settings)
     return GenerationRequest(
         request_id=request_id,
         text=text,
-        sampling=_sampling(values, vocab_size),
-        output=_output(values, settings),
+        sampling=_sampling(values, output, vocab_size),
+        output=output,
         **_attributes(values, GenerationRequest),
         timeout_us=timeout_us or _parse(TIMEOUT, parameters.get(TIMEOUT.name, 0), vocab_size),
     )
 
 
 def checkpoint_defaults(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What the checkpoint says of sampling, parsed like a client's values. A field that is not supported is left out.
+    """What the checkpoint says of sampling, parsed like a client's values.
 
     Raises:
         ValueError: names the field, its value and what is allowed.
     """
-    values = {}
     try:
-        for name, value in checkpoint.sampling.given().items():
-            if FIELDS[name].is_supported:
-                values[name] = _parse(FIELDS[name], value, checkpoint.config.vocab_size)
-            elif value != FIELDS[name].low:
-                log.warning("%s asks for %s %s, which is not supported and left out", checkpoint.name, name, value)
-        return values
+        return {
+            name: _parse(FIELDS[name], value, checkpoint.config.vocab_size)
+            for name, value in checkpoint.sampling.given().items()
+        }
     except RequestError as error:
         raise ValueError(f"{checkpoint.name} asks for sampling that cannot be done: {error}") from None
 
@@ -103,25 +100,33 @@ def _prompt(tensors: Mapping[str, np.ndarray]) -> str:
 def _given_values(tensors: Mapping[str, np.ndarray], parameters: Mapping[str, Any]) -> dict[str, Any]:
     """What the client set, unparsed, by field name. A JSON null counts as not set."""
     own_parameters = {key: value for key, value in parameters.items() if not is_triton_parameter(key)}
-    own_tensors = {
-        name: _tensor_value(name, array, is_list=name in FIELDS and FIELDS[name].is_list)
-        for name, array in tensors.items()
-        if name != _TEXT
-    }
+    own_tensors = {name: _tensor_value(name, array) for name, array in tensors.items() if name != _TEXT}
     text = own_tensors.pop(_JSON, own_parameters.pop(_JSON, None))
     own_parameters.pop(_JSON, None)
     values: dict[str, Any] = {}
     for source in (own_parameters, _json_object(text), own_tensors):
-        values |= {key: value for key, value in source.items() if value is not None}
-    unknown = next((key for key in values if key not in FIELDS), None)
-    if unknown is not None:
-        raise RequestError(_unknown_field(unknown))
+        values |= _by_field(source)
     return values
 
 
-def _tensor_value(name: str, array: np.ndarray, is_list: bool = False) -> Any:
+def _by_field(source: Mapping[str, Any]) -> dict[str, Any]:
+    """One source's values under the fields' own names."""
+    values: dict[str, Any] = {}
+    for key, value in source.items():
+        name = ALIASES.get(key, key)
+        if name not in FIELDS:
+            raise RequestError(_unknown_field(key))
+        if value is not None and name in values:
+            raise RequestError(f"'{key}' is another name of a field that is given already; allowed is '{name}' once")
+        if value is not None:
+            values[name] = value
+    return values
+
+
+def _tensor_value(name: str, array: np.ndarray) -> Any:
     """The one element of a tensor of any shape as a Python value; for a list field, a list unless it holds one."""
-    if array.size != 1 and not is_list:
+    field = FIELDS.get(ALIASES.get(name, name))
+    if array.size != 1 and not (field and field.is_list):
         raise RequestError(f"'{name}' has {array.size} elements; allowed is one")
     values = [_element(name, value) for value in array.reshape(-1).tolist()]
     return values[0] if len(values) == 1 else values
@@ -152,15 +157,19 @@ def _json_object(text: Any) -> dict[str, Any]:
 def _parse(field: Field, raw: Any, vocab_size: int) -> Any:
     try:
         return field.parse(raw, vocab_size)
+    except Explained as error:
+        _refuse(field.name, raw, f"{field.allowed(vocab_size)} ({error})")
     except ValueError:
         _refuse(field.name, raw, field.allowed(vocab_size))
 
 
-def _sampling(values: Mapping[str, Any], vocab_size: int) -> SamplingParams:
+def _sampling(values: Mapping[str, Any], output: OutputOptions, vocab_size: int) -> SamplingParams:
     """Sampling parameters in one spelling: greedy is temperature 0, the whole vocabulary is top_k 0."""
-    own = _attributes(values, SamplingParams)
+    own = _attributes(values, SamplingParams) | {"grammar": _grammar(values)}
     if own.get("min_tokens", 0) > own.get("max_tokens", own.get("min_tokens", 0)):
         _refuse("min_tokens", own["min_tokens"], f"allowed is at most max_tokens, which is {own['max_tokens']}")
+    if values.get("best_of", 1) not in (1, n := own.get("n", 1)):
+        _refuse("best_of", values["best_of"], f"allowed is as many as 'n', which is {n}")
     if own.get("temperature", 1.0) < _GREEDY_BELOW:
         own["temperature"] = 0.0
     own["top_p"] = max(own.get("top_p", 1.0), _LEAST_TOP_P)
@@ -168,7 +177,32 @@ def _sampling(values: Mapping[str, Any], vocab_size: int) -> SamplingParams:
         own["top_k"] = 0
     if "seed" in own:
         own["seed"] = None if own["seed"] == -1 else own["seed"] % (1 << 64)
-    return SamplingParams(**own)
+    wanted = {"logprobs": output.logprobs or output.cumulative_logprob, "prompt_logprobs": output.prompt_logprobs}
+    return SamplingParams(**own | {name: _count(own.get(name), wants) for name, wants in wanted.items()})
+
+
+def _count(count: int | None, is_wanted: bool) -> int | None:
+    """How many log-probabilities to compute: none that nobody sees, and the chosen token's at least."""
+    return (count or 0) if is_wanted else None
+
+
+def _grammar(values: Mapping[str, Any]) -> Grammar | None:
+    """What the output must match, however it was said."""
+    asked = {name: value for name, value in values.items() if FIELDS[name].attribute == "grammar"}
+    guide_type, guide = values.get("guided_decoding_guide_type"), values.get("guided_decoding_guide")
+    if guide and not guide_type:
+        raise RequestError("'guided_decoding_guide_type' is missing; allowed is what 'guided_decoding_guide' is")
+    try:
+        if guide_type:
+            asked["guided_decoding_guide_type"] = guided(guide_type, guide)
+    except ValueError as error:
+        _refuse(
+            "guided_decoding_guide", guide, f"allowed is what guided_decoding_guide_type {guide_type} says ({error})"
+        )
+    try:
+        return the_one(asked)
+    except ValueError as error:
+        raise RequestError(str(error)) from None
 
 
 def _output(values: Mapping[str, Any], settings: Settings) -> OutputOptions:
@@ -178,6 +212,8 @@ def _output(values: Mapping[str, Any], settings: Settings) -> OutputOptions:
     exclude = values.get("exclude_input_in_output", stream)
     if stream and not exclude:
         _refuse("exclude_input_in_output", False, "allowed is true when streaming")
+    if own.get("output_ids") and values.get("n", 1) > 1:
+        own["num_output_tokens"] = True  # which ids are whose
     return OutputOptions(**own, echo_prompt=not exclude)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import secrets
 import threading
@@ -17,6 +16,7 @@ from backend_lib.checkpoint import Checkpoint
 from backend_lib.config import Settings
 from backend_lib.request import GenerationRequest
 from backend_lib.router.contract import RequestError, checkpoint_defaults, parse_request
+from backend_lib.router.extent import extent_for, parameter_blob
 from backend_lib.router.prompt_encoder import PromptEncoder
 from backend_lib.router.reply import Client, Verdict, verdict_of_client
 from backend_lib.router.siblings import Siblings
@@ -71,6 +71,7 @@ class _Prompt(NamedTuple):
 
     request: GenerationRequest
     token_ids: list[int]
+    bad_words: list[list[int]]
     max_tokens: int
     seed: int
     arrival_ns: int
@@ -99,7 +100,8 @@ class Intake:
         self._pool = pool
         self._ring = ring
         self.max_len = max_len  # tokens of a sequence; the router lowers it when the KV cache turns out to hold less
-        self._extents = ExtentAllocator(arena.spec.heap_bytes)
+        self._heap_bytes = arena.spec.heap_bytes
+        self._extents = ExtentAllocator(self._heap_bytes)
         self._lock = threading.Lock()
 
     def prepare(self, inbound: Inbound, leader: SlotRef) -> list[Stream]:
@@ -122,6 +124,7 @@ class Intake:
         prompt = _Prompt(
             request=request,
             token_ids=prompt_ids,
+            bad_words=self._encoder.bad_words(request.sampling.bad_words, self._checkpoint.config.vocab_size),
             max_tokens=min(request.sampling.max_tokens or self._default_max_tokens, self.max_len - len(prompt_ids)),
             seed=secrets.randbits(64) if seed is None else seed,
             arrival_ns=inbound.arrival_ns or time.time_ns(),
@@ -185,26 +188,31 @@ class Intake:
 
     def _write_slot(self, prompt: _Prompt, ref: SlotRef, sequence_index: int) -> int:
         """Fill the slot and a new extent; the extent's offset. Raises NoRoom."""
-        blob = _parameter_blob(prompt)
-        prompt_at = -(-len(blob) // 8) * 8
-        output_at = prompt_at + 4 * len(prompt.token_ids)
-        extent = self._allocate(output_at + 4 * prompt.max_tokens)
-        fields = _sampling_fields(prompt) | {
+        blob = parameter_blob(prompt.request, prompt.bad_words, prompt.leader.generation)
+        extent = extent_for(
+            prompt.request.sampling, len(blob), len(prompt.token_ids), prompt.max_tokens,
+            is_leader=not sequence_index, vocab_size=self._checkpoint.config.vocab_size,
+        )  # fmt: skip
+        start = self._allocate(extent.num_bytes)
+        fields = _sampling_fields(prompt) | extent.fields(start)
+        fields |= {
             "generation": ref.generation,
             "sequence_index": sequence_index,
             "arrival_ns": prompt.arrival_ns,
-            "params_offset": extent,
             "params_bytes": len(blob),
-            "prompt_offset": extent + prompt_at,
             "prompt_len": len(prompt.token_ids),
-            "output_offset": extent + output_at,
         }
         self._slots.write(ref.slot, fields)
         self._slots.write_params(ref.slot, blob)
         self._slots.prompt_ids(ref.slot)[:] = prompt.token_ids
-        return extent
+        return start
 
     def _allocate(self, num_bytes: int) -> int:
+        if num_bytes > self._heap_bytes:
+            raise RequestError(
+                f"the request takes {num_bytes} bytes of shared memory with its log-probabilities; "
+                f"allowed are {self._heap_bytes}, so ask for less of 'max_tokens', 'logprobs' or 'prompt_logprobs'"
+            )
         with self._lock:
             extent = self._extents.allocate(num_bytes)
         if extent is None:
@@ -214,16 +222,6 @@ class Intake:
     def _free(self, extent: int) -> None:
         with self._lock:
             self._extents.free(extent)
-
-
-def _parameter_blob(prompt: _Prompt) -> bytes:
-    """What has no fixed place in a slot."""
-    blob = {
-        "stop_token_ids": prompt.request.sampling.stop_token_ids,
-        "prefix_cache": not prompt.request.disable_prompt_cache,
-        "leader_generation": prompt.leader.generation,
-    }
-    return json.dumps(blob).encode()
 
 
 def _sampling_fields(prompt: _Prompt) -> dict[str, Any]:

@@ -16,9 +16,9 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from backend_lib.config import Settings
-from backend_lib.router.fields import load_json
 from backend_lib.router.finished import refused
 from backend_lib.router.intake import Inbound
+from backend_lib.router.kinds import load_json
 from backend_lib.router.metrics_pusher import Pusher
 from backend_lib.router.predecessor import has_predecessor
 from backend_lib.router.reply import ErrorKind, Reply

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -44,6 +45,24 @@ class PromptEncoder:
                 f"so that one more fits in {max_len}"
             )
         ids: list[int] = encoding.ids
+        return ids
+
+    def bad_words(self, words: Sequence[str], vocab_size: int) -> list[list[int]]:
+        """Token ids of each word as it begins a text and, where that begins with another token, as it follows a space.
+
+        Raises RequestError for a word that has no tokens, or one that the model has not.
+        """
+        found = []
+        for word in words:
+            plain, spaced = self._plain_ids(word.lstrip()), self._plain_ids(" " + word.lstrip())
+            found += [plain, spaced] if spaced[:1] != plain[:1] else [plain]
+            if not plain or max(plain) >= vocab_size:
+                raise RequestError(f"'bad_words' has {word[:80]!a}, which has no tokens; allowed are texts that have")
+        return [ids for ids in found if ids]
+
+    def _plain_ids(self, text: str) -> list[int]:
+        """Without what the tokenizer puts before and after a prompt."""
+        ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
 
     def _check_bytes(self, num_bytes: int, max_len: int) -> None:

@@ -8,11 +8,13 @@ import time
 from collections.abc import Callable
 
 from backend_lib.arena import Arena, ArenaSpec, SlotRef, WorkerState
+from backend_lib.arena.layout import logprob_row
 from backend_lib.checkpoint import Checkpoint, open_checkpoint
 from backend_lib.config import Settings
 from backend_lib.request import FinishReason
 from backend_lib.router import finished
 from backend_lib.router.contract import RequestError
+from backend_lib.router.fields import MAX_LOGPROBS
 from backend_lib.router.finished import Finished, Times
 from backend_lib.router.group import Group, ring_records
 from backend_lib.router.intake import Inbound, Intake, NoRoom, Over
@@ -32,6 +34,7 @@ REPLY_THREADS = 4
 MAX_HEAP_BYTES = 1 << 31
 MAX_FAILED_STARTS = 5  # in a row, over some 15 seconds; then those who wait for the worker are told
 PARAMS_BYTES = 4096  # of a typical slot's parameter blob, for the size of the heap
+MAX_PARAMS_BYTES = 4 << 20  # of the largest: every id of a vocabulary, many biases, banned words and a grammar
 
 
 class Router:
@@ -299,5 +302,11 @@ def _arena_spec(settings: Settings, max_model_len: int) -> ArenaSpec:
         num_slots=num_slots,
         ring_records=ring_records(settings.max_running),
         dirty_records=max(4 * num_slots, 1024),
-        heap_bytes=min(num_slots * (4 * max_model_len + PARAMS_BYTES), MAX_HEAP_BYTES),
+        heap_bytes=min(_heap_bytes(num_slots, max_model_len), MAX_HEAP_BYTES),
     )
+
+
+def _heap_bytes(num_slots: int, max_model_len: int) -> int:
+    """Room for what sequences have most often, and for one that asks for everything."""
+    largest = max_model_len * (4 + logprob_row(1 + MAX_LOGPROBS).itemsize) + MAX_PARAMS_BYTES
+    return max(num_slots * (4 * max_model_len + PARAMS_BYTES), largest)

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from backend_lib.router.fields import FIELDS, MAX_LIST, TIMEOUT, Field
+from backend_lib.router.fields import ALIASES, FIELDS, TIMEOUT, Field
+from backend_lib.router.grammars import GUIDE_TYPES
 from tests.support.checkpoints import hash_text
 from tests.support.hashing import VOCAB
 
@@ -49,6 +50,13 @@ _LONG = (
     '{"stop_token_ids": [' + "1," * 50_000 + "1]}",
     '{"a": "' + "a" * (1 << 20) + '"}',
 )  # fmt: skip
+_SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, None, "\u0000"]}}}
+_FORMS = (
+    None, True, False, _SCHEMA, json.dumps(_SCHEMA), {"$ref": "#"}, {"type": []}, "(a|b)*", "(", "[^]", "a{9999}",
+    'root ::= "a"', "root ::= root", ["x", "y"], ["x", ""], {"json": _SCHEMA}, {"regex": "a"}, {"choice": ["a"]},
+    {"json_object": True}, {"json": {}, "regex": "a"}, {"type": "text"}, {"type": "json_object"},
+    {"type": "json_schema", "json_schema": {"schema": _SCHEMA}}, {"type": "json_schema"}, *GUIDE_TYPES,
+)  # fmt: skip
 BOUND = 60.0  # seconds that a request may take, on a busy machine
 
 
@@ -58,18 +66,22 @@ def to_json(value: Any) -> str:
         return str(value)
     if isinstance(value, Pairs):
         return "{" + ", ".join(f"{json.dumps(key)}: {to_json(each)}" for key, each in value) + "}"
+    if isinstance(value, dict):
+        return to_json(Pairs(value.items()))
     if isinstance(value, list):
         return "[" + ", ".join(map(to_json, value)) + "]"
     return json.dumps(value)
 
 
 def bounds(field: Field) -> list[Any]:
-    """A field's limits and what lies beside them, as numbers, texts, lists and lengths."""
-    high = VOCAB - 1 if field.high is None else field.high
-    numbers = [bound + step for bound in (field.low, high) for step in (-1, 0, 1)]
+    """A field's limits and what lies beside them, as numbers, texts, lists, objects and lengths."""
+    ends = (field.low, field.high, 0, VOCAB - 1)
+    numbers = [bound + step for bound in ends for step in (-1, 0, 1)]
     lengths = ["x" * int(number) for number in numbers if 0 <= number <= 4096]
-    lists = [[each] * count for each in ("a", field.low) for count in (0, 1, MAX_LIST, MAX_LIST + 1)]
-    return [*numbers, *map(str, numbers), *map(float, numbers), *lengths, *lists, [lengths], None, True, False]
+    counts = (0, 1, field.most(VOCAB), field.most(VOCAB) + 1)
+    lists = [[each] * count for each in ("a", field.low) for count in counts]
+    objects = [{str(token_id): bias for token_id in range(count)} for bias in numbers[:6] for count in (1, counts[3])]
+    return [*numbers, *map(str, numbers), *map(float, numbers), *lengths, *lists, *objects, [lengths], *_FORMS]
 
 
 @cache
@@ -116,16 +128,17 @@ class Draw(random.Random):
     def name(self) -> str:
         """A field, most often, or a name that is none."""
         if self.likely(0.9):
-            return self.choice(tuple(FIELDS))
+            return self.choice(tuple(FIELDS) if self.likely(0.8) else tuple(ALIASES))
         odd = ("", "max_token", "MAX_TOKENS", "sampling_parameters", "text_input", "timeout", "a\x00b", "\ud800", "é")
         return self.choice((*odd, "x" * 5000, "id", "priority", "sequence_id", "a-b", "triton_x", "__class__"))
 
     def field(self, good: float) -> tuple[str, Any]:
         """A name and a value, which passes with the probability `good`."""
         name = self.name()
-        if name not in FIELDS or self.likely((1 - good) / 3):
+        field = ALIASES.get(name, name)
+        if field not in FIELDS or self.likely((1 - good) / 3):
             return name, self.any_value()
-        passing, failing = values(name)
+        passing, failing = values(field)
         return name, self.choice(passing if self.likely(good) else failing)
 
     def fields(self) -> Pairs:

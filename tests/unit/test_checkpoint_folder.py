@@ -96,14 +96,36 @@ def test_no_eos_at_all(tmp_path: Path) -> None:
 
 def test_chat_templates(tmp_path: Path) -> None:
     folder = make_folder(tmp_path)
-    named = [{"name": "tools", "template": "T"}, {"name": "default", "template": "D"}]
+
+    def templates() -> tuple[str | None, str | None]:
+        checkpoint = open_checkpoint(str(folder))
+        return checkpoint.chat_template, checkpoint.tool_template
+
+    named = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}, {"name": "rag"}]
     write_json(folder, "tokenizer_config.json", chat_template=named)
-    assert open_checkpoint(str(folder)).chat_template == "D"
+    write_json(folder, "chat_template.json", chat_template="P")
+    assert templates() == ("D", "T")
     (folder / "chat_template.jinja").write_text("J")
-    assert open_checkpoint(str(folder)).chat_template == "J"
+    assert templates() == ("J", None)
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("JT")
+    assert templates() == ("J", "JT")
     (folder / "chat_template.jinja").unlink()
+    (folder / "additional_chat_templates" / "tool_use.jinja").unlink()
     (folder / "tokenizer_config.json").unlink()
-    assert open_checkpoint(str(folder)).chat_template is None
+    assert templates() == ("P", None)
+    (folder / "chat_template.json").unlink()
+    assert templates() == (None, None)
+
+
+@pytest.mark.parametrize(
+    "template", [5, {}, [], ["D"], [{"name": "tool_use", "template": "T"}], [{"name": "default", "template": 5}]]
+)
+def test_a_chat_template_that_is_none(template: Any, tmp_path: Path) -> None:
+    folder = make_folder(tmp_path)
+    write_json(folder, "tokenizer_config.json", chat_template=template)
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json: 'chat_template' is .*; supported is a string"):
+        open_checkpoint(str(folder))
 
 
 LLAMA3 = RopeScaling(kind="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=64)

@@ -82,9 +82,9 @@ def test_the_checkpoints_length_is_not_the_clients():
     assert sampled('{"min_tokens": 7}', max_tokens=5).max_tokens is None
 
 
-def test_what_the_checkpoint_asks_for_and_is_not_supported_is_left_out():
-    for name in ("min_p", "repetition_penalty"):
-        assert (name in checkpoint_defaults(checkpoint_that_asks_for(**{name: 0.5}))) == FIELDS[name].is_supported
+def test_all_that_a_checkpoint_asks_for_is_a_field():
+    asked = {"min_p": 0.5, "repetition_penalty": 1.1, "top_p": 0.5, "top_k": 3.0, "temperature": 2.0}
+    assert sampled(**asked) == SamplingParams(**asked | {"top_k": 3})
 
 
 def test_what_the_checkpoint_asks_for_and_makes_no_sense_is_named():
@@ -336,9 +336,9 @@ def test_bad_max_tokens(raw):
         ("stream_interval", [0, -1, "x", True]),
         ("exclude_input_in_output", ["maybe", 3]),
         ("n", [65, 0, "0", -1, 1.5]),
-        ("logprobs", [True, 5, "x"]),
-        ("presence_penalty", [0.5, "x"]),
-        ("skip_special_tokens", [False]),
+        ("logprobs", [-1, 21, "x"]),
+        ("presence_penalty", [2.5, "x"]),
+        ("skip_special_tokens", ["no"]),
     ],
 )
 def test_bad_values_name_field_value_and_what_is_allowed(name, values):

@@ -10,14 +10,15 @@ import numpy as np
 import pytest
 
 from backend_lib.config import Settings
-from backend_lib.request import GenerationRequest
+from backend_lib.request import GenerationRequest, GrammarKind
 from backend_lib.router.contract import RequestError, parse_request
-from backend_lib.router.fields import FIELDS, TIMEOUT
+from backend_lib.router.fields import ALIASES, FIELDS, TIMEOUT, Field
+from backend_lib.router.kinds import BIAS
 from tests.support.fuzz import Draw
 from tests.support.hashing import VOCAB
 
-NAMES = "|".join([*FIELDS, TIMEOUT.name, "text_input", "sampling_parameters"])
-WORDS = re.compile(rf"'({NAMES})' (is|has) .*(allowed|only)|unknown field .*; allowed are ", re.DOTALL)
+NAMES = "|".join([*FIELDS, *ALIASES, TIMEOUT.name, "text_input", "sampling_parameters"])
+WORDS = re.compile(rf"'({NAMES})' (is|has|and) .*(allowed|only)|unknown field .*; allowed are ", re.DOTALL)
 INT64 = range(-(1 << 63), 1 << 64)
 
 
@@ -75,7 +76,7 @@ def check_request(request: GenerationRequest, number: int) -> None:
         )
         if field.noun:
             value = getattr(holder, field.attribute)
-            assert value is None or field.parse(list(value) if field.is_list else value, VOCAB) == value, (
+            assert value is None or field.attribute == "grammar" or field.parse(sent(field, value), VOCAB) == value, (
                 number,
                 field,
             )
@@ -86,6 +87,15 @@ def check_request(request: GenerationRequest, number: int) -> None:
     assert sampling.temperature == 0 or np.float32(1) / np.float32(sampling.temperature) < np.inf
     assert not (request.output.stream and request.output.echo_prompt)
     assert astuple(request)  # plain values throughout
+    grammar = sampling.grammar
+    assert grammar is None or bool(grammar.source) == (grammar.kind is not GrammarKind.JSON_OBJECT), number
+
+
+def sent(field: Field, value: Any) -> Any:
+    """A parsed value as a client spells it."""
+    if field.kind is BIAS:
+        return {str(token_id): bias for token_id, bias in value}
+    return list(value) if field.is_list else value
 
 
 def test_what_is_no_number():

@@ -17,6 +17,7 @@ from tests.support.hostile import Opener, openers, refusal
 ROOT = Path(__file__).parents[2]
 INDEX = "model.safetensors.index.json"
 JSON_FILES = ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json", INDEX)
+TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates/tool_use.jinja")
 SHARD = "model-00001-of-00002.safetensors"
 
 
@@ -35,7 +36,10 @@ def sides(good: Path) -> Iterator[list[Opener]]:
 
 @pytest.fixture
 def folder(good: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(good, tmp_path / "liar"))
+    copy = Path(shutil.copytree(good, tmp_path / "liar"))
+    (copy / "additional_chat_templates").mkdir()
+    lie(copy / "tokenizer_config.json", chat_template=None)  # or chat_template.json would not be looked at
+    return copy
 
 
 def lie(path: Path, **values: Any) -> None:
@@ -97,7 +101,7 @@ def test_json_that_is_none(name: str, content: bytes, sides, folder: Path) -> No
     assert str(folder / name) in refusal(sides, folder)
 
 
-@pytest.mark.parametrize("name", [*JSON_FILES, "chat_template.jinja", SHARD])
+@pytest.mark.parametrize("name", [*JSON_FILES, *TEMPLATES, SHARD])
 @pytest.mark.parametrize("kind", ["pipe", "folder", "link to itself", "link to nothing"])
 def test_no_regular_file(kind: str, name: str, sides, folder: Path) -> None:
     path = folder / name
@@ -111,7 +115,7 @@ def test_no_regular_file(kind: str, name: str, sides, folder: Path) -> None:
     assert str(path) in refusal(sides, folder)
 
 
-@pytest.mark.parametrize("name", [*JSON_FILES, "chat_template.jinja"])
+@pytest.mark.parametrize("name", [*JSON_FILES, *TEMPLATES])
 def test_a_terabyte_of_nothing(name: str, sides, folder: Path) -> None:
     (folder / name).touch()
     os.truncate(folder / name, 1 << 40)
