@@ -92,7 +92,7 @@ def _masks(sequences: list[Sequence], vocab_size: int) -> dict[str, Any]:
     return {"masked": [place for place, _ in masked], "masks": masks}
 
 
-def _biases(ruled: list[tuple[int, LogitRules]]) -> dict[str, torch.Tensor]:
+def _biases(ruled: list[tuple[int, LogitRules]]) -> dict[str, Any]:
     if not ruled:
         return {"bias_at": torch.empty((2, 0), dtype=torch.int64), "bias": torch.empty(0)}
     places = torch.cat([torch.full_like(rules.bias_ids, place) for place, rules in ruled])

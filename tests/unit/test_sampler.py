@@ -38,7 +38,7 @@ def sample(logits: torch.Tensor, sequences: list[Sequence], positions: list[int]
     sampler = Sampler(num_rows, CPU)
     for sequence in sequences:
         sampler.set_row(sequence, V)
-    return sampler.sample(logits.clone(), SamplingBatch.of(sequences, positions)).token_ids.tolist()
+    return sampler.sample(logits.clone(), SamplingBatch.of(sequences, positions, V)).token_ids.tolist()
 
 
 def kept_tokens(logits: torch.Tensor, sequence: Sequence) -> list[int]:
@@ -157,7 +157,7 @@ def test_tokens_come_as_often_as_they_should(fields: dict) -> None:
     sampler = Sampler(1, CPU)
     sampler.set_row(sequence, V)
     for start in range(0, 4000, 500):
-        batch = SamplingBatch.of([sequence] * 500, list(range(start, start + 500)))
+        batch = SamplingBatch.of([sequence] * 500, list(range(start, start + 500)), V)
         draws += sampler.sample(logits.repeat(500, 1), batch).token_ids.tolist()
     kept = kept_tokens(logits, sequence)
     assert set(draws) <= set(kept)
@@ -172,7 +172,7 @@ def test_tokens_come_as_often_as_they_should(fields: dict) -> None:
 def test_top_p_keeps_the_fewest_tokens_that_reach_it(top_p: float, kept: int) -> None:
     logits = torch.tensor([0.5, 0.25, 0.125, 0.125]).log()  # powers of two: exact
     sequence = new_sequence(temperature=1.0, top_p=top_p)
-    batch = SamplingBatch.of([sequence] * 400, list(range(400)))
+    batch = SamplingBatch.of([sequence] * 400, list(range(400)), V)
     sampler = Sampler(1, CPU)
     sampler.set_row(sequence, V)
     assert sorted(set(sampler.sample(logits.repeat(400, 1), batch).token_ids.tolist())) == list(range(kept))
@@ -195,7 +195,7 @@ def test_a_row_that_changes_hands_keeps_nothing() -> None:
     for fields in ({"temperature": 2.0, "top_k": 3, "top_p": 0.1, "seed": 2**64 - 1, "sequence_index": 2}, {}):
         sequence = new_sequence(**fields)
         sampler.set_row(sequence, V)
-        found = sampler.sample(logits.clone(), SamplingBatch.of([sequence], [4])).token_ids.tolist()
+        found = sampler.sample(logits.clone(), SamplingBatch.of([sequence], [4], V)).token_ids.tolist()
         assert found == [reference(logits[0], sequence, 4)]
 
 
@@ -246,7 +246,8 @@ def test_a_sampled_token_is_counted_before_the_next_step() -> None:
     sampler.set_row(sequence, V)
     logits = scores_of({5: 2.5, 6: 1.0})
     drawn = [
-        sampler.sample(logits.clone(), SamplingBatch.of([sequence], [3 + step])).token_ids.item() for step in range(4)
+        sampler.sample(logits.clone(), SamplingBatch.of([sequence], [3 + step], V)).token_ids.item()
+        for step in range(4)
     ]
     assert drawn == [5, 5, 6, 5]  # 2.5, 1.5, 0.5 < 1.0, and then 0.5 > 0.0
 
@@ -256,7 +257,7 @@ def test_counters_begin_anew_with_each_sequence_of_a_row() -> None:
     for output_len, best in ((len(OUTPUT), 30), (0, 4)):
         sequence = new_sequence(rules={"frequency_penalty": 1.0}, output_len=output_len)
         sampler.set_row(sequence, V)
-        batch = SamplingBatch.of([sequence], [3 + output_len])
+        batch = SamplingBatch.of([sequence], [3 + output_len], V)
         assert sampler.sample(scores_of({4: 3.0, 30: 1.5}), batch).token_ids.tolist() == [best]
 
 
@@ -271,7 +272,7 @@ def test_logprobs_are_those_of_the_models_own_logits() -> None:
     sampler = Sampler(3, CPU)
     for sequence in sequences:
         sampler.set_row(sequence, V)
-    sampled = sampler.sample(logits.clone(), SamplingBatch.of(sequences, [3, 3, 3]))
+    sampled = sampler.sample(logits.clone(), SamplingBatch.of(sequences, [3, 3, 3], V))
     expected = torch.log_softmax(logits, -1)
     assert sampled.token_ids[1:].tolist() == [9, 9]
     for record, row in zip(sampled.logprobs, (0, 2), strict=True):
