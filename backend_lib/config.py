@@ -32,6 +32,11 @@ class Settings:
 
     model: str = _text("smollm2", help="`smollm2` (built in), a Hugging Face folder, a hub id, or a GGUF file")
     device: str = _choice("auto", "cpu", help="where the workers compute")
+    contract: str = _choice(
+        "vllm",
+        "trtllm",
+        help="whose tensors clients send: vllm_backend's, or tensorrtllm_backend's with a batch dimension",
+    )
     dtype: str = _choice("auto", "float32", help="type of activations and KV cache")
     weights: str = _choice(
         "auto", "fp32", "fp16", help="format the linear layers keep their weights in; `auto` is fp16"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
+from typing import Any
 
 
 class FinishReason(IntEnum):
@@ -107,18 +109,36 @@ class OutputOptions:
     cumulative_logprob: bool = False
     prompt_logprobs: bool = False
     output_ids: bool = False
+    reasoning_content: bool = False
+    tool_calls: bool = False
     stream_interval: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
+class Chat:
+    """A conversation as the client sent it; the checkpoint's template says what of it is allowed. `variables` are
+    further ones of the template.
+    """
+
+    messages: Any
+    tools: Any = None
+    add_generation_prompt: bool = True
+    variables: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
 class GenerationRequest:
-    """One client request, parsed and validated. `timeout_us` 0 means no deadline; a higher `priority` goes first.
+    """One client request, parsed and validated. Its prompt is one of `text`, `prompt_ids` and `chat`.
+
+    `timeout_us` 0 means no deadline; a higher `priority` goes first.
 
     `disable_prompt_cache`: neither read the prefix cache nor leave anything in it.
     """
 
     request_id: str
-    text: str
+    text: str = ""
+    prompt_ids: tuple[int, ...] = ()
+    chat: Chat | None = None
     sampling: SamplingParams = field(default_factory=SamplingParams)
     output: OutputOptions = field(default_factory=OutputOptions)
     priority: int = 0

@@ -15,12 +15,15 @@ import numpy as np
 
 from backend_lib.checkpoint import Checkpoint
 from backend_lib.config import Settings
-from backend_lib.request import GenerationRequest, Grammar, OutputOptions, SamplingParams
+from backend_lib.request import Chat, GenerationRequest, Grammar, OutputOptions, SamplingParams
+from backend_lib.router.chat import ChatError, parse_template_kwargs
 from backend_lib.router.fields import ALIASES, FIELDS, TIMEOUT, Field, is_triton_parameter
 from backend_lib.router.grammars import guided, the_one
 from backend_lib.router.kinds import Explained, load_json
+from backend_lib.router.tensors import STOP, TRTLLM
 
 _TEXT = "text_input"
+_PROMPTS = (_TEXT, "input_ids", "messages")
 _JSON = "sampling_parameters"
 
 # Below this a draw is greedy in all but name, and dividing logits by it overflows in float32. vLLM's bound.
@@ -58,16 +61,20 @@ def parse_request(
     Raises:
         RequestError: names the field, its value and what is allowed.
     """
-    text = _prompt(tensors)
+    if settings.contract == TRTLLM:
+        tensors = {("cancel" if name == STOP else name): array for name, array in tensors.items()}
     given = {name: _parse(FIELDS[name], raw, vocab_size) for name, raw in _given_values(tensors, parameters).items()}
     values = {**defaults, **given}
+    if values.get("cancel"):
+        _refuse("cancel", True, "allowed is true as an input or a request parameter of its own")
     output = _output(values, settings)
     return GenerationRequest(
         request_id=request_id,
-        text=text,
+        **_prompt(tensors, values),
         sampling=_sampling(values, output, vocab_size),
         output=output,
-        **_attributes(values, GenerationRequest),
+        priority=values.get("request_priority", 0),
+        disable_prompt_cache=values.get("disable_prompt_cache", False),
         timeout_us=timeout_us or _parse(TIMEOUT, parameters.get(TIMEOUT.name, 0), vocab_size),
     )
 
@@ -87,14 +94,59 @@ def checkpoint_defaults(checkpoint: Checkpoint) -> dict[str, Any]:
         raise ValueError(f"{checkpoint.name} asks for sampling that cannot be done: {error}") from None
 
 
-def _prompt(tensors: Mapping[str, np.ndarray]) -> str:
-    """The prompt. A NUL is a character like any other: tokenizers take it."""
-    if _TEXT not in tensors:
-        raise RequestError(f"'{_TEXT}' is missing; allowed is one string that is not empty")
-    text = _tensor_value(_TEXT, tensors[_TEXT])
+def _prompt(tensors: Mapping[str, np.ndarray], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The request's prompt, in the one spelling that the client has used."""
+    given = [name for name in _PROMPTS if name in (tensors if name == _TEXT else values)]
+    if not given:
+        raise RequestError(f"'{_TEXT}' is missing; allowed is one of {', '.join(_PROMPTS)}")
+    if len(given) > 1:
+        raise RequestError(f"'{given[0]}' and '{given[1]}' are both given; allowed is one of {', '.join(_PROMPTS)}")
+    if given == [_TEXT]:
+        return {"text": _text(tensors[_TEXT])}
+    return {"prompt_ids": _prompt_ids(values)} if given == ["input_ids"] else {"chat": _chat(values)}
+
+
+def _text(array: np.ndarray) -> str:
+    """A NUL is a character like any other: tokenizers take it."""
+    text = _tensor_value(_TEXT, array)
     if not isinstance(text, str) or not text:
         _refuse(_TEXT, text, "allowed is one string that is not empty")
     return text
+
+
+def _prompt_ids(values: Mapping[str, Any]) -> tuple[int, ...]:
+    ids: tuple[int, ...] = values["input_ids"]
+    count = values.get("input_lengths", len(ids))
+    if not ids:
+        _refuse("input_ids", [], "allowed is at least one token id")
+    if count > len(ids):
+        _refuse("input_lengths", count, f"allowed is at most the number of 'input_ids', which is {len(ids)}")
+    return ids[:count]
+
+
+def _chat(values: Mapping[str, Any]) -> Chat:
+    try:
+        variables = parse_template_kwargs(values.get("chat_template_kwargs"))
+    except ChatError as error:
+        raise RequestError(str(error)) from None
+    return Chat(
+        messages=values["messages"],
+        tools=values.get("tools") if values.get("tool_choice") != "none" else None,
+        add_generation_prompt=values.get("add_generation_prompt", True),
+        variables=variables,
+    )
+
+
+def is_cancellation(tensors: Mapping[str, np.ndarray], parameters: Mapping[str, Any], settings: Settings) -> bool:
+    """Whether the request is an order to end others. One that cannot be understood is left to `parse_request`."""
+    given = parameters.get("cancel", False)
+    for name in ("cancel", STOP) if settings.contract == TRTLLM else ("cancel",):
+        given = tensors[name].reshape(-1).tolist() if name in tensors else given
+    given = given[0] if isinstance(given, list) and len(given) == 1 else given
+    try:
+        return bool(FIELDS["cancel"].parse(given, 0))
+    except ValueError:
+        return False
 
 
 def _given_values(tensors: Mapping[str, np.ndarray], parameters: Mapping[str, Any]) -> dict[str, Any]:
@@ -128,7 +180,9 @@ def _tensor_value(name: str, array: np.ndarray) -> Any:
     field = FIELDS.get(ALIASES.get(name, name))
     if array.size != 1 and not (field and field.is_list):
         raise RequestError(f"'{name}' has {array.size} elements; allowed is one")
-    values = [_element(name, value) for value in array.reshape(-1).tolist()]
+    values = array.reshape(-1).tolist()
+    if array.dtype == object:
+        values = [_element(name, value) for value in values]
     return values[0] if len(values) == 1 else values
 
 
@@ -206,10 +260,11 @@ def _grammar(values: Mapping[str, Any]) -> Grammar | None:
 
 
 def _output(values: Mapping[str, Any], settings: Settings) -> OutputOptions:
-    """Output options. As in vllm_backend the prompt comes first unless the client streams or excludes it."""
+    """Output options. As in vllm_backend the prompt comes first unless the client streams or excludes it; a
+    conversation does not."""
     own = {"stream_interval": settings.stream_interval} | _attributes(values, OutputOptions)
     stream = own.get("stream", False)
-    exclude = values.get("exclude_input_in_output", stream)
+    exclude = values.get("exclude_input_in_output", stream or "messages" in values)
     if stream and not exclude:
         _refuse("exclude_input_in_output", False, "allowed is true when streaming")
     if own.get("output_ids") and values.get("n", 1) > 1:

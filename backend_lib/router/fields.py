@@ -11,12 +11,13 @@ from typing import Any
 
 from backend_lib.request import GenerationRequest, OutputOptions, SamplingParams
 from backend_lib.router import grammars
-from backend_lib.router.kinds import BIAS, COUNT, INTEGER, NUMBER, STRINGS, TOKEN_IDS, TRUTH, Kind
+from backend_lib.router.kinds import BIAS, CHOICE, COUNT, INTEGER, JSON, NUMBER, STRINGS, TOKEN_IDS, TRUTH, Kind
 
 INT32_MAX = (1 << 31) - 1
 MAX_LIST = 64
 MAX_BIAS = 1024
 MAX_N = 64
+MAX_PROMPT_IDS = 1 << 24
 MAX_LOGPROBS = 20
 MAX_STOP_CHARS = 1024
 
@@ -130,6 +131,17 @@ def _only(name: str, kind: Kind, value: float, *aliases: str) -> Field:
 
 
 _TABLE = (
+    _request(
+        "input_ids", TOKEN_IDS, "prompt_ids", "prompt_token_ids", count=MAX_PROMPT_IDS,
+        help="the prompt as token ids, in place of `text_input`",
+    ),
+    Field(name="input_lengths", kind=INTEGER, low=1, high=INT32_MAX, help="how many of `input_ids` are the prompt"),
+    Field(name="messages", kind=JSON, help="the prompt as a conversation: a list of OpenAI's messages"),
+    Field(name="tools", kind=JSON, help="what the model may call: a list of OpenAI's tools"),
+    Field(name="tool_choice", kind=CHOICE, help="none leaves `tools` out"),
+    Field(name="chat_template_kwargs", kind=JSON, help="more variables for the chat template"),
+    Field(name="add_generation_prompt", kind=TRUTH, help="the conversation ends where the model is to speak"),
+    Field(name="cancel", kind=TRUTH, help="end the requests that have this one's id; only as an input or a parameter"),
     _sampling(
         "max_tokens", INTEGER, 1, INT32_MAX, "request_output_len",
         help="output tokens at most; the server's default if not given",
@@ -192,6 +204,8 @@ _TABLE = (
     _output("return_cumulative_logprob", "cumulative_logprob", help="send the output cumulative_logprob"),
     _output("return_prompt_logprobs", "prompt_logprobs", help="send the output prompt_logprobs"),
     _output("return_output_ids", "output_ids", help="send the output output_ids"),
+    _output("return_reasoning_content", "reasoning_content", help="take reasoning out, into output reasoning_content"),
+    _output("return_tool_calls", "tool_calls", help="take calls of tools out, into output tool_calls"),
     _output(
         "stream_interval", "stream_interval", kind=INTEGER, low=1, high=INT32_MAX, help="tokens per response at least"
     ),

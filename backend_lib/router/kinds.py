@@ -131,6 +131,12 @@ def read_bias(raw: Any) -> tuple[tuple[int, float], ...]:
     return pairs
 
 
+def read_tool_choice(raw: Any) -> str:
+    if raw not in ("auto", "none"):
+        raise ValueError("neither")
+    return str(raw)
+
+
 def read_count(raw: Any) -> int | None:
     """A number of alternatives; false is off, true is none of them. A number as text is a number, never a truth."""
     if isinstance(raw, bool) or (isinstance(raw, str) and raw.strip().lower() in ("true", "false")):
@@ -180,6 +186,8 @@ STRINGS = Kind(
     lambda value: map(len, value),
     is_list=True,
 )
+CHOICE = Kind("string", "auto or none", read_tool_choice, nothing)
+JSON = Kind("JSON", "JSON, or the text of it", lambda raw: raw, nothing)
 TOKEN_IDS = Kind(
     "integers",
     "a list of at most {count} whole numbers, each from 0 to {last}",

@@ -16,6 +16,7 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from backend_lib.config import Settings
+from backend_lib.router import tensors
 from backend_lib.router.finished import refused
 from backend_lib.router.intake import Inbound
 from backend_lib.router.kinds import load_json
@@ -27,29 +28,6 @@ from backend_lib.router.triton_registry import TritonRegistry
 
 log = logging.getLogger("tandem")
 
-# What config.pbtxt says too, for a configuration that leaves it out: one given to the model-load API replaces the file.
-INPUTS = (
-    {"name": "text_input", "data_type": "TYPE_STRING", "dims": [1]},
-    {"name": "stream", "data_type": "TYPE_BOOL", "dims": [1], "optional": True},
-    {"name": "sampling_parameters", "data_type": "TYPE_STRING", "dims": [1], "optional": True},
-    {"name": "exclude_input_in_output", "data_type": "TYPE_BOOL", "dims": [1], "optional": True},
-    {"name": "return_finish_reason", "data_type": "TYPE_BOOL", "dims": [1], "optional": True},
-    {"name": "return_num_input_tokens", "data_type": "TYPE_BOOL", "dims": [1], "optional": True},
-    {"name": "return_num_output_tokens", "data_type": "TYPE_BOOL", "dims": [1], "optional": True},
-    {"name": "return_num_cached_tokens", "data_type": "TYPE_BOOL", "dims": [1], "optional": True},
-    {"name": "return_logprobs", "data_type": "TYPE_BOOL", "dims": [1], "optional": True},
-    {"name": "return_cumulative_logprob", "data_type": "TYPE_BOOL", "dims": [1], "optional": True},
-    {"name": "image", "data_type": "TYPE_STRING", "dims": [-1], "optional": True},
-)
-OUTPUTS = (
-    {"name": "text_output", "data_type": "TYPE_STRING", "dims": [-1]},
-    {"name": "finish_reason", "data_type": "TYPE_STRING", "dims": [-1]},
-    {"name": "num_input_tokens", "data_type": "TYPE_UINT32", "dims": [1]},
-    {"name": "num_output_tokens", "data_type": "TYPE_UINT32", "dims": [-1]},
-    {"name": "num_cached_tokens", "data_type": "TYPE_UINT32", "dims": [1]},
-    {"name": "sequence_index", "data_type": "TYPE_UINT32", "dims": [-1]},
-)
-
 
 class TritonPythonModel:
     """What Triton's Python backend calls: `initialize` once, `execute` per request, `finalize` at unload."""
@@ -59,13 +37,14 @@ class TritonPythonModel:
         """Called in a process of its own before the model is loaded. What is there already is left as it is."""
         given = config.as_dict()
         names = {tensor["name"] for tensor in [*given["input"], *given["output"]]}
-        for tensor in INPUTS:
+        contract = _contract(given)
+        for tensor in tensors.inputs(contract):
             if tensor["name"] not in names:
                 config.add_input(tensor)
-        for tensor in OUTPUTS:
+        for tensor in tensors.OUTPUTS:
             if tensor["name"] not in names:
                 config.add_output(tensor)
-        config.set_max_batch_size(0)
+        config.set_max_batch_size(tensors.BATCH_SIZES[contract])
         config.set_model_transaction_policy({"decoupled": True})
         return config
 
@@ -75,17 +54,18 @@ class TritonPythonModel:
         config = json.loads(args["model_config"])
         try:
             _check_instances(config)
-            parameters = {key: value["string_value"] for key, value in config.get("parameters", {}).items()}
+            settings = Settings.from_parameters(_settings(config))
             is_serving = partial(_is_serving, args["model_name"], args["model_version"])
-            self._router = Router(Settings.from_parameters(parameters), is_serving=is_serving)
+            self._router = Router(settings, is_serving=is_serving)
         except (ValueError, RuntimeError, OSError) as error:
             raise pb_utils.TritonModelException(str(error)) from error
+        self._batched = bool(tensors.BATCH_SIZES[settings.contract])
         self._pusher = _start_metrics(self._router, args)
 
     def execute(self, requests: list[Any]) -> None:
         """Decoupled: every answer goes through a request's sender, so there is nothing to return."""
         for request in requests:
-            sender = TritonSender(request.get_response_sender())
+            sender = TritonSender(request.get_response_sender(), batched=self._batched)
             try:
                 inbound = _inbound(request, sender)
             except Exception as error:  # whatever Triton cannot decode: this request's fault, not the batch's
@@ -110,17 +90,19 @@ class TritonSender:
     So the two exclude each other, and afterwards Triton is not asked again.
     """
 
-    def __init__(self, sender: Any) -> None:
+    def __init__(self, sender: Any, *, batched: bool = False) -> None:
+        """`batched`: outputs have a batch dimension, which is 1."""
         self._sender = sender
+        self._batched = batched
         self._final = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL  # not there yet while this module is imported
         self._lock = threading.Lock()
         self._is_over = False
 
     def send(self, reply: Reply) -> None:
-        self._respond(_tensors([reply]), final=bool(reply.finish))
+        self._respond(tensors.outputs([reply]), final=bool(reply.finish))
 
     def send_siblings(self, replies: list[Reply], news: list[int], *, final: bool) -> None:
-        self._respond([*_tensors(replies), _uint32("sequence_index", news)], final=final)
+        self._respond(tensors.outputs(replies, news), final=final)
 
     def fail(self, kind: ErrorKind, message: str) -> None:
         error = pb_utils.TritonError(message, getattr(pb_utils.TritonError, kind.value))
@@ -130,8 +112,11 @@ class TritonSender:
         with self._lock:
             return not self._is_over and self._sender.is_cancelled()
 
-    def _respond(self, tensors: list[Any], *, final: bool) -> None:
-        response = pb_utils.InferenceResponse(tensors)
+    def _respond(self, arrays: dict[str, np.ndarray], *, final: bool) -> None:
+        shape = (1, -1) if self._batched else (-1,)
+        response = pb_utils.InferenceResponse(
+            [pb_utils.Tensor(name, array.reshape(shape)) for name, array in arrays.items()]
+        )
         if final:
             self._end(response)
         else:
@@ -185,10 +170,10 @@ def _is_serving(name: str, version: str) -> bool:
 
 def _inbound(request: Any, sender: TritonSender) -> Inbound:
     # The arrays lie in Triton's shared memory only until the request is released.
-    tensors = {tensor.name(): np.array(tensor.as_numpy()) for tensor in request.inputs()}
+    arrays = {tensor.name(): np.array(tensor.as_numpy()) for tensor in request.inputs()}
     parameters = _parameters(request)
     return Inbound(
-        tensors=tensors,
+        tensors=arrays,
         parameters=parameters,
         # The generate endpoint of some releases leaves the id among the parameters.
         request_id=request.request_id() or str(parameters.get("id", "")),
@@ -198,6 +183,17 @@ def _inbound(request: Any, sender: TritonSender) -> Inbound:
     )
 
 
+def _settings(config: dict[str, Any]) -> dict[str, str]:
+    """What `parameters` of config.pbtxt say."""
+    return {key: value["string_value"] for key, value in config.get("parameters", {}).items()}
+
+
+def _contract(config: dict[str, Any]) -> str:
+    """The setting, or its default where it is none: whoever loads the model will say so."""
+    contract = _settings(config).get("contract", tensors.VLLM).strip()
+    return contract if contract in tensors.BATCH_SIZES else tensors.VLLM
+
+
 def _parameters(request: Any) -> dict[str, Any]:
     """The request parameters. Raises ValueError naming them."""
     try:
@@ -205,29 +201,6 @@ def _parameters(request: Any) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"'parameters' are not readable ({error})") from None
     return parameters
-
-
-def _tensors(replies: list[Reply]) -> list[Any]:
-    """The response's outputs, an element per sequence. Some are there only when the client asked for them."""
-    output, any_reply = replies[0].output, replies[0]
-    tensors = [_strings("text_output", [reply.text for reply in replies])]
-    if output.finish_reason:
-        tensors.append(_strings("finish_reason", [reply.finish.text for reply in replies]))
-    if output.num_input_tokens:
-        tensors.append(_uint32("num_input_tokens", [any_reply.num_input_tokens]))
-    if output.num_output_tokens:
-        tensors.append(_uint32("num_output_tokens", [reply.num_tokens for reply in replies]))
-    if output.num_cached_tokens:
-        tensors.append(_uint32("num_cached_tokens", [any_reply.num_cached_tokens]))
-    return tensors
-
-
-def _strings(name: str, values: list[str]) -> Any:
-    return pb_utils.Tensor(name, np.array([value.encode() for value in values], dtype=np.object_))
-
-
-def _uint32(name: str, values: list[int]) -> Any:
-    return pb_utils.Tensor(name, np.array(values, dtype=np.uint32))
 
 
 def _check_instances(config: dict[str, Any]) -> None:

@@ -28,22 +28,20 @@ class PromptEncoder:
         self._tokenizer = tokenizer
         self.bytes_per_token = _bytes_per_token(tokenizer)
 
-    def encode(self, text: str, max_len: int) -> list[int]:
-        """The ids of a prompt after which one more token fits in `max_len`.
+    def encode(
+        self, text: str, max_len: int, *, name: str = "text_input", add_special_tokens: bool = True
+    ) -> list[int]:
+        """The ids of a prompt after which one more token fits in `max_len`. `name` is the client's for it.
 
         Raises:
             RequestError: it has no tokens, or too many.
         """
-        self._check_bytes(len(text.encode()), max_len)
+        self._check_bytes(len(text.encode()), max_len, name)
         # `encode` would hold Python's lock throughout, and with it every stream; the batch call does not.
-        encoding = self._tokenizer.encode_batch_fast([text])[0]
+        encoding = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
         if len(encoding) == 0:
-            raise RequestError("'text_input' has no tokens; allowed is text of at least one token")
-        if len(encoding) >= max_len:
-            raise RequestError(
-                f"'text_input' has {len(encoding)} tokens; allowed are at most {max_len - 1}, "
-                f"so that one more fits in {max_len}"
-            )
+            raise RequestError(f"'{name}' has no tokens; allowed is text of at least one token")
+        check_length(len(encoding), max_len, name)
         ids: list[int] = encoding.ids
         return ids
 
@@ -65,13 +63,21 @@ class PromptEncoder:
         ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
 
-    def _check_bytes(self, num_bytes: int, max_len: int) -> None:
+    def _check_bytes(self, num_bytes: int, max_len: int, name: str) -> None:
         allowed = (max_len - 1) * self.bytes_per_token
         if num_bytes > allowed:
             raise RequestError(
-                f"'text_input' has {num_bytes} bytes; allowed are at most {allowed}, "
+                f"'{name}' has {num_bytes} bytes; allowed are at most {allowed}, "
                 f"which is {max_len - 1} tokens of {self.bytes_per_token} bytes"
             )
+
+
+def check_length(num_tokens: int, max_len: int, name: str) -> None:
+    """Raises RequestError for a prompt after which no token fits."""
+    if num_tokens >= max_len:
+        raise RequestError(
+            f"'{name}' has {num_tokens} tokens; allowed are at most {max_len - 1}, so that one more fits in {max_len}"
+        )
 
 
 def _bytes_per_token(tokenizer: Tokenizer) -> int:

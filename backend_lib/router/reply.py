@@ -7,6 +7,8 @@ from enum import Enum
 from typing import NamedTuple, Protocol
 
 from backend_lib.request import FinishReason, GenerationRequest, OutputOptions
+from backend_lib.router.conversation import ChatNews
+from backend_lib.router.token_outputs import TokenNews
 
 
 class ErrorKind(Enum):
@@ -27,6 +29,14 @@ class Reply(NamedTuple):
     num_input_tokens: int
     output: OutputOptions
     num_cached_tokens: int = 0
+    tokens: TokenNews = TokenNews()
+    chat: ChatNews = ChatNews()
+    has_calls: bool = False
+
+    @property
+    def reason(self) -> str:
+        """Why it has ended, in the client's words. As OpenAI has it, a reply that calls tools stops for those."""
+        return "tool_calls" if self.has_calls and self.finish.text == "stop" else self.finish.text
 
 
 class Verdict(NamedTuple):

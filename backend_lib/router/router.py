@@ -11,9 +11,10 @@ from backend_lib.arena import Arena, ArenaSpec, SlotRef, WorkerState
 from backend_lib.arena.layout import logprob_row
 from backend_lib.checkpoint import Checkpoint, open_checkpoint
 from backend_lib.config import Settings
-from backend_lib.request import FinishReason
+from backend_lib.request import FinishReason, OutputOptions
 from backend_lib.router import finished
-from backend_lib.router.contract import RequestError
+from backend_lib.router.callers import Callers
+from backend_lib.router.contract import RequestError, is_cancellation
 from backend_lib.router.fields import MAX_LOGPROBS
 from backend_lib.router.finished import Finished, Times
 from backend_lib.router.group import Group, ring_records
@@ -21,7 +22,7 @@ from backend_lib.router.intake import Inbound, Intake, NoRoom, Over
 from backend_lib.router.intake_queue import MAX_BYTES, IntakeQueue
 from backend_lib.router.metrics import FINISHED, GENERATION_TOKENS, PREFIX_HITS, PROMPT_TOKENS, RESTARTS, Metrics
 from backend_lib.router.metrics_pusher import Look, WorkerCounts
-from backend_lib.router.reply import UNLOADING, ErrorKind, Verdict
+from backend_lib.router.reply import UNLOADING, ErrorKind, Reply, Verdict
 from backend_lib.router.reply_pool import ReplyPool
 from backend_lib.router.slot_pool import SlotPool
 from backend_lib.router.stream import Stream
@@ -66,6 +67,7 @@ class Router:
             settings, self._checkpoint, self._arena, self._pool, self._group.ring, max_len=self._max_model_len
         )
         self._streams: dict[int, Stream] = {}  # by slot; from the slot's writing to its retirement
+        self._callers = Callers()
         self._closing = False
         self._triton_asks = False
         self.metrics = Metrics()
@@ -89,6 +91,11 @@ class Router:
 
     def submit(self, inbound: Inbound) -> None:
         """Take a request and return at once; everything else, errors included, goes through its sender."""
+        if is_cancellation(inbound.tensors, inbound.parameters, self._settings):
+            self._cancel(inbound)
+            return
+        if inbound.request_id:
+            inbound = inbound._replace(sender=self._callers.enter(inbound.request_id, inbound.sender))
         taken = None if self._closing else self._pool.acquire()
         if taken is None:
             inbound.sender.fail(ErrorKind.UNAVAILABLE, self._refusal())
@@ -98,6 +105,20 @@ class Router:
         if not self._intake_queue.put(inbound._replace(arrived=time.monotonic()), taken[0]):
             words = f"the requests that wait to be read have more than {MAX_BYTES >> 20} MiB"
             self._refuse(inbound, taken[0], ErrorKind.UNAVAILABLE, "queue_full", words)
+
+    def _cancel(self, inbound: Inbound) -> None:
+        """An order to end every request of this one's id, which the watcher does at its next look.
+
+        It takes no slot, for it must come through when there are none.
+        """
+        if not inbound.request_id:
+            inbound.sender.fail(
+                ErrorKind.INVALID_ARG, "the request id is missing; allowed with 'cancel' is that of the requests to end"
+            )
+            finished.refused(self.metrics, "", "invalid", ErrorKind.INVALID_ARG)
+            return
+        self._callers.cancel(inbound.request_id)
+        inbound.sender.send(Reply("", 0, FinishReason.CANCELLED, 0, OutputOptions()))
 
     def is_ready(self) -> bool:
         """What the model answers to Triton: no from the first start of a worker that failed until one succeeds.

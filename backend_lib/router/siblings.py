@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 
 from backend_lib.request import FinishReason, GenerationRequest
+from backend_lib.router.conversation import ChatNews
 from backend_lib.router.reply import Client, ErrorKind, Reply
+from backend_lib.router.token_outputs import TokenNews
 
 
 class Siblings:
@@ -71,4 +73,7 @@ class Voice:
 
 def _quiet(last: Reply, news: Reply) -> Reply:
     """A sequence that has nothing new to say: it has not ended, or it has and said so."""
-    return news._replace(text="", num_tokens=0, finish=last.finish)
+    tokens = TokenNews(cumulative_logprob=last.tokens.cumulative_logprob)
+    return news._replace(
+        text="", num_tokens=0, finish=last.finish, tokens=tokens, chat=ChatNews(), has_calls=last.has_calls
+    )

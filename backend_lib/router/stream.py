@@ -8,9 +8,11 @@ from collections.abc import Callable
 
 from backend_lib.arena import Published, SlotTable
 from backend_lib.request import FinishReason, GenerationRequest
+from backend_lib.router.conversation import Conversation
 from backend_lib.router.finished import Finished, Times
 from backend_lib.router.reply import ErrorKind, Reply, Sender, Verdict
 from backend_lib.router.text import TextStream
+from backend_lib.router.token_outputs import TokenNews, TokenOutputs
 
 _ENDED_BY_TOKEN = (FinishReason.EOS, FinishReason.STOP_TOKEN)
 # Ends that the worker finds and the client is told as an error.
@@ -54,13 +56,29 @@ class Stream:
         self.num_output_tokens = 0  # those that count
         self.finished: Finished | None = None  # when it has ended, for whoever writes that down
         self._text: TextStream | None = None
+        self._tokens: TokenOutputs | None = None
+        self._conversation: Conversation | None = None
         self._consumed = 0
         self._pending = ""
         self._pending_tokens = 0
 
-    def begin(self, text: TextStream, num_input_tokens: int) -> None:
-        """What the stream needs before its first token."""
+    def begin(
+        self,
+        text: TextStream,
+        num_input_tokens: int,
+        *,
+        tokens: TokenOutputs | None = None,
+        conversation: Conversation | None = None,
+    ) -> None:
+        """What the stream needs before its first token.
+
+        Args:
+            tokens: where the client wants to know of single ones.
+            conversation: where it wants the text taken apart.
+        """
         self._text = text
+        self._tokens = tokens
+        self._conversation = conversation
         self.num_input_tokens = num_input_tokens
         self._pending = self.request.text if self.request.output.echo_prompt else ""
 
@@ -102,36 +120,48 @@ class Stream:
         if finish in _ERRORS:
             self.fail(_ERRORS[finish], slots.headers["error"][self.slot].decode(errors="replace"))
         elif finish:
-            self._pending += self._text.finish()
+            self._pending += self._last_text(self._text)
             self._send(finish, slots)
         elif self._ready_to_send():
             self._send(FinishReason.NONE, slots)
 
     def _consume(self, slots: SlotTable, published: Published) -> FinishReason:
-        """Decode the new tokens. The token that ended the sequence counts, but is not text."""
+        """Decode the new tokens. The token that ended the sequence counts, but is not text unless it is asked for."""
         assert self._text is not None
         token_ids = slots.output_ids(self.slot)[self._consumed : published.output_len].tolist()
         if token_ids and not self._consumed:
             self._keep_start(slots)
-        self._consumed = published.output_len
-        silent = 1 if token_ids and published.finish in _ENDED_BY_TOKEN else 0
+        silent = int(bool(token_ids) and self._is_silent(published.finish))
         delta = self._text.push(token_ids[: len(token_ids) - silent])
-        self._pending += delta.text
-        self._count(delta.num_tokens)
-        if delta.stopped:
-            return FinishReason.STOP_STRING
-        self._count(silent)
-        return published.finish
+        self._pending += self._conversation.push(delta.text) if self._conversation else delta.text
+        self._count(slots, token_ids[: delta.num_tokens + (0 if delta.stopped else silent)])
+        self._consumed = published.output_len
+        return FinishReason.STOP_STRING if delta.stopped else published.finish
+
+    def _last_text(self, text: TextStream) -> str:
+        """What was held back. The sequence has ended."""
+        rest = text.finish()
+        return self._conversation.push(rest) + self._conversation.finish() if self._conversation else rest
+
+    def _is_silent(self, finish: FinishReason) -> bool:
+        """Whether the last token is no text."""
+        return finish in _ENDED_BY_TOKEN and not self.request.sampling.include_stop_str_in_output
 
     def _keep_start(self, slots: SlotTable) -> None:
         """What the worker writes anew when it gives the sequence a row again."""
         header = slots.headers[self.slot]
         self.first_started = self.first_started or int(header["first_scheduled_ns"])
         self.cached_tokens = int(header["cached_tokens"])
+        if self._tokens:
+            self._tokens.add_prompt(slots.prompt_logprobs(self.slot))
 
-    def _count(self, num_tokens: int) -> None:
-        self._pending_tokens += num_tokens
-        self.num_output_tokens += num_tokens
+    def _count(self, slots: SlotTable, token_ids: list[int]) -> None:
+        """The tokens that count begin where the last ones ended."""
+        self._pending_tokens += len(token_ids)
+        self.num_output_tokens += len(token_ids)
+        if self._tokens and token_ids:
+            rows = slots.logprobs(self.slot)
+            self._tokens.add(token_ids, None if rows is None else rows[self._consumed :])
 
     def _finish(self, slots: SlotTable, finish: FinishReason, error: ErrorKind | None) -> None:
         """Keep what the slot says: once `answered`, the slot may be another's."""
@@ -150,11 +180,17 @@ class Stream:
 
     def _ready_to_send(self) -> bool:
         output = self.request.output
-        return output.stream and bool(self._pending) and self._pending_tokens >= output.stream_interval
+        has_news = bool(self._pending) or (self._conversation is not None and self._conversation.has_news)
+        return output.stream and has_news and self._pending_tokens >= output.stream_interval
 
     def _send(self, finish: FinishReason, slots: SlotTable) -> None:
         cached = int(slots.headers["cached_tokens"][self.slot])
-        reply = Reply(self._pending, self._pending_tokens, finish, self.num_input_tokens, self.request.output, cached)
+        tokens = self._tokens.take() if self._tokens else TokenNews()
+        reply = Reply(
+            self._pending, self._pending_tokens, finish, self.num_input_tokens, self.request.output, cached, tokens
+        )
+        if self._conversation:
+            reply = reply._replace(chat=self._conversation.take(), has_calls=self._conversation.has_calls)
         self._pending, self._pending_tokens = "", 0
         if finish:
             self.answered = True

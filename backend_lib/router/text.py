@@ -25,6 +25,9 @@ class TextStream:
 
     As in vLLM, a stop string counts if it ends in the text of a token after the first `min_tokens`. `prompt_ids` are
     what the tokens go on from.
+
+    Args:
+        include_stop: the text keeps the stop string that ends it.
     """
 
     def __init__(
@@ -34,9 +37,11 @@ class TextStream:
         min_tokens: int = 0,
         *,
         prompt_ids: Sequence[int] = (),
+        include_stop: bool = False,
+        skip_special_tokens: bool = True,
     ):
-        self._detokenizer = Detokenizer(tokenizer, prompt_ids=prompt_ids)
-        self._matcher = StopMatcher(stop)
+        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens, prompt_ids)
+        self._matcher = StopMatcher(stop, include_stop)
         self._min_tokens = min_tokens
         self._num_tokens = 0
         self._stopped = False

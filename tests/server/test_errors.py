@@ -62,7 +62,8 @@ REFUSED = {
     "JSON too long": ({"sampling_parameters": f'{{"stop": "{"a" * (1 << 20)}"}}'}, "(more than 1048576 characters)"),
     "a number too long in JSON": ({"sampling_parameters": f'{{"seed": {"9" * 5000}}}'}, "'sampling_parameters' is"),
     "a wrong type in JSON": ({"sampling_parameters": '{"max_tokens": {}}'}, "'max_tokens' is {}"),
-    "what is not built": ({"logprobs": True}, "'logprobs' is True; only false is supported"),
+    "what is not built": ({"use_beam_search": True}, "'use_beam_search' is True; only false is supported"),
+    "two forms of output": ({"guided_regex": "a", "guided_json_object": True}, "'guided_regex' and"),
 }
 
 
@@ -102,10 +103,10 @@ def test_errors_on_generate_stream(http):
 @pytest.mark.parametrize(
     ("body", "status", "words"),
     [
-        ({}, 400, "missing required input(s) ['text_input']"),
         ({"text_input": ["a", "b"]}, 400, "'text_input'"),
         ({"text_input": []}, 400, "'text_input'"),
-        ({"text_input": PROMPT, "stop": ["a"]}, 400, "'stop' has invalid type"),
+        ({"text_input": PROMPT, "stop_token_ids": [5]}, 400, "'stop_token_ids' has invalid type"),
+        ({"text_input": PROMPT, "stop": [5]}, 500, "non-string"),
         ({"text_input": PROMPT, "stream": [True, False]}, 400, "'stream'"),
         ({"text_input": PROMPT, "max_tokens": None}, 400, "'max_tokens' has invalid type"),
         ({"text_input": 5}, 500, "non-string"),
@@ -137,7 +138,6 @@ def test_bytes_that_are_not_utf8(http, grpc):
 @pytest.mark.parametrize(
     ("tensors", "words"),
     [
-        ({}, "missing required input(s) ['text_input']"),
         ({"text_input": np.array([b"a", b"b"], dtype=object)}, "unexpected shape for input 'text_input'"),
         ({"text_input": np.array([[b"a"]], dtype=object)}, "Expected [1], got [1,1]"),
         ({"text_input": np.array([], dtype=object)}, "'text_input'"),
@@ -153,8 +153,6 @@ def test_shapes_and_types_over_grpc(grpc, tensors, words):
 @pytest.mark.parametrize(
     ("tensors", "words"),
     [
-        ({"return_logprobs": True}, "'return_logprobs' is True; only false is supported"),
-        ({"return_cumulative_logprob": True}, "'return_cumulative_logprob' is True; only false is supported"),
         ({"image": "aGk="}, "'image' is 'aGk='; only an empty list is supported"),
         ({"image": np.array([b"a", b"b"], dtype=object)}, "'image' is ['a', 'b']; only an empty list is supported"),
     ],

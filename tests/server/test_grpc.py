@@ -8,7 +8,7 @@ import numpy as np
 import tritonclient.grpc as grpcclient
 import tritonclient.grpc.aio as grpcaio
 
-from backend_lib.router.fields import FIELDS
+from backend_lib.router.fields import ALIASES, FIELDS
 from tests.support.clients import TIMEOUT, Response, make_input, read_result
 from tests.support.hashing import GREEDY, PROMPT, answer
 
@@ -31,11 +31,18 @@ def test_metadata_names_every_input_and_output(hash_server):
         ("num_output_tokens", "UINT32", [-1]),
         ("num_cached_tokens", "UINT32", [1]),
         ("sequence_index", "UINT32", [-1]),
+        ("logprobs", "BYTES", [-1]),
+        ("cumulative_logprob", "FP32", [-1]),
+        ("prompt_logprobs", "BYTES", [1]),
+        ("output_ids", "INT32", [-1]),
+        ("reasoning_content", "BYTES", [-1]),
+        ("tool_calls", "BYTES", [-1]),
     ]
     inputs = {each.name: (each.datatype, list(each.shape)) for each in metadata.inputs}
     assert inputs["text_input"] == ("BYTES", [1])
-    assert set(inputs) - {"text_input", "sampling_parameters"} <= set(FIELDS)
-    assert [each.name for each in config.input if not each.optional] == ["text_input"]
+    assert inputs["stop"] == ("BYTES", [-1])
+    assert set(inputs) - {"text_input", "sampling_parameters"} <= {*FIELDS, *ALIASES}
+    assert all(each.optional for each in config.input), "a prompt has three spellings"
     assert config.model_transaction_policy.decoupled
 
 

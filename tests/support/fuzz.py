@@ -78,9 +78,9 @@ def bounds(field: Field) -> list[Any]:
     ends = (field.low, field.high, 0, VOCAB - 1)
     numbers = [bound + step for bound in ends for step in (-1, 0, 1)]
     lengths = ["x" * int(number) for number in numbers if 0 <= number <= 4096]
-    counts = (0, 1, field.most(VOCAB), field.most(VOCAB) + 1)
+    counts = (0, 1, *(count for count in (field.most(VOCAB), field.most(VOCAB) + 1) if count <= 2 * VOCAB))
     lists = [[each] * count for each in ("a", field.low) for count in counts]
-    objects = [{str(token_id): bias for token_id in range(count)} for bias in numbers[:6] for count in (1, counts[3])]
+    objects = [{str(token_id): bias for token_id in range(count)} for bias in numbers[:6] for count in (1, counts[-1])]
     return [*numbers, *map(str, numbers), *map(float, numbers), *lengths, *lists, *objects, [lengths], *_FORMS]
 
 
@@ -92,7 +92,7 @@ def values(name: str) -> tuple[list[Any], list[Any]]:
     failing: list[Any] = []
     for value in [*bounds(field), *NUMBERS, *TEXTS]:
         (passing if _passes(field, value) else failing).append(value)
-    return passing or [None], failing
+    return passing or [None], failing or [None]
 
 
 def _passes(field: Field, value: Any) -> bool:

@@ -174,7 +174,7 @@ def test_a_template_that_is_none(source: str, caplog: pytest.LogCaptureFixture, 
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        ("{{ raise_exception('Not with ' + messages[0].role) }}", "refused by the model's chat template: Not with user$"),
+        ("{{ raise_exception('Not with ' + messages[0].role) }}", "refused by the model's chat template: Not with u"),
         ("{{ raise_exception(none) }}", "refused by the model's chat template: "),
         ("{{ nothing.at.all }}", "cannot be rendered .*'nothing' is undefined"),
         ("{{ 'a' + 1 }}", "cannot be rendered .*: can only concatenate"),

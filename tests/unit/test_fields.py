@@ -54,6 +54,8 @@ REACHES: dict[str, tuple[Any, Any]] = {
     "return_num_output_tokens": (True, True),
     "return_num_cached_tokens": (True, True),
     "return_output_ids": (True, True),
+    "return_reasoning_content": (True, True),
+    "return_tool_calls": (True, True),
     "stream_interval": (8, 8),
     "request_priority": (-3, -3),
     "disable_prompt_cache": (True, True),
@@ -61,7 +63,8 @@ REACHES: dict[str, tuple[Any, Any]] = {
 # Fields that are no attribute of their own, or stand for more than one: the tests below are theirs.
 OTHERS = {
     "best_of", "logprobs", "prompt_logprobs", "return_logprobs", "return_cumulative_logprob", "return_prompt_logprobs",
-    "guided_decoding_guide_type", "guided_decoding_guide", "exclude_input_in_output", "pad_id",
+    "guided_decoding_guide_type", "guided_decoding_guide", "exclude_input_in_output", "pad_id", "input_ids", "input_lengths",
+    "messages", "tools", "tool_choice", "chat_template_kwargs", "add_generation_prompt", "cancel",
 }  # fmt: skip
 
 

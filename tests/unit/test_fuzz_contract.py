@@ -18,7 +18,7 @@ from tests.support.fuzz import Draw
 from tests.support.hashing import VOCAB
 
 NAMES = "|".join([*FIELDS, *ALIASES, TIMEOUT.name, "text_input", "sampling_parameters"])
-WORDS = re.compile(rf"'({NAMES})' (is|has|and) .*(allowed|only)|unknown field .*; allowed are ", re.DOTALL)
+WORDS = re.compile(rf"'({NAMES})' (is|has|and|are) .*(allowed|only)|unknown field .*; allowed are ", re.DOTALL)
 INT64 = range(-(1 << 63), 1 << 64)
 
 

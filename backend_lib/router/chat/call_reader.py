@@ -107,9 +107,9 @@ class CallReader:
     def _give_end(self) -> None:
         """Blanks that nothing follows are content, unless they follow a call."""
         self._at = len(self._text)
-        if self._after_call and not self._text[self._begin :].strip():
-            self._pieces.append(Piece(self._text[self._begin :]))
-            self._begin = self._at
+        rest = self._text[self._begin :]
+        if self._after_call and rest.isspace():
+            self._pieces.append(Piece(rest))
         else:
             self._give_content()
 

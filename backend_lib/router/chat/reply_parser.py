@@ -59,10 +59,8 @@ class ReplyFormat:
         Then decode with `skip_special_tokens` false where a parser is on, and leave out what ends the sequence (its
         end-of-sequence and stop tokens): otherwise that would be content.
         """
-        markers = self.markers(tools=tools, reasoning=reasoning)
-        return any(
-            token.special and token.content in markers for token in tokenizer.get_added_tokens_decoder().values()
-        )
+        ids = [tokenizer.token_to_id(marker) for marker in self.markers(tools=tools, reasoning=reasoning)]
+        return any(not tokenizer.decode([token_id]) for token_id in ids if token_id is not None)
 
     def parser(
         self, *, prompt: str, seed: int = 0, sequence: int = 0, tools: bool = True, reasoning: bool = True

@@ -1,0 +1,33 @@
+"""What docs/chat.md tells a reader to type works as it stands there, but for the ports."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+
+from backend_lib.router.chat.messages import parse_messages
+from tests.support.documents import ROOT, for_server, run
+
+PAGE = (ROOT / "docs/chat.md").read_text()
+HTTP, GRPC, RESULT = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+
+
+def test_the_curl_line_answers(server):
+    command = re.search(r"^    (curl .*?}')$", PAGE, re.DOTALL | re.MULTILINE).group(1)
+    answer = json.loads(run(for_server(command, server)))
+    assert "Paris" in answer["text_output"]
+    assert "<|im_start|>" not in answer["text_output"]
+
+
+def test_the_python_clients_print_the_answer(server):
+    for code in (HTTP, GRPC):
+        assert "Paris" in run([sys.executable, "-c", for_server(code, server)])
+
+
+def test_the_conversation_with_a_result_is_one():
+    values: dict = {}
+    exec(RESULT, values)
+    messages = parse_messages(values["messages"])
+    assert [message["role"] for message in messages] == ["user", "assistant", "tool"]
+    assert messages[1]["tool_calls"][0]["function"]["arguments"] == {"place": "Bern"}
