@@ -72,7 +72,7 @@ class Settings:
         8.0, 0.0, 3600.0, help="how long running requests may go on once the model is unloaded"
     )
     hang_seconds: float = _number(
-        60.0, 1.0, 86400.0, help="a worker that makes no progress for so long, and for 20 full steps, is replaced"
+        60.0, 6.0, 86400.0, help="a worker that makes no progress for so long, and for 20 full steps, is replaced"
     )
     threads: int | None = _number(None, 1, 1024, help="compute threads of a CPU worker; `auto` is all cores but one")
 

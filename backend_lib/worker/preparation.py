@@ -27,9 +27,10 @@ class Preparation:
         """Those that have been compiled, or cannot be, since the last call."""
         found = []
         for ref, grammar, error in self._compiler.take():
+            assert isinstance(ref, SlotRef)
             if grammar is not None:
                 self._grammars[ref] = grammar
-            found.append(Prepared(*ref, error))
+            found.append(Prepared(ref.slot, ref.generation, error))
         return found
 
     def take(self, slot: int, generation: int) -> Sequence | None:

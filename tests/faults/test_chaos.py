@@ -22,7 +22,7 @@ CONTEXT = 1024
 ROWS, QUEUE = 8, 64
 # Less KV than the rows want, so that sequences are paused too.
 SETTINGS = {
-    "max_running": ROWS, "queue_size": QUEUE, "kv_tokens": 2000, "prefill_chunk": 64, "threads": 1, "hang_seconds": 2,
+    "max_running": ROWS, "queue_size": QUEUE, "kv_tokens": 2000, "prefill_chunk": 64, "threads": 1, "hang_seconds": 6,
 }  # fmt: skip
 SEED = 3
 ENDLESS = {"max_tokens": CONTEXT - 10, "ignore_eos": True, "temperature": 0}
