@@ -25,28 +25,35 @@ def read_chat_templates(folder: Path, texts: Fields) -> ChatTemplates:
     Raises:
         ValueError: names the file and what in it is no template.
     """
-    default, tool_use = _of_config(texts)
     own = _source(folder / "chat_template.jinja")
     own_tool_use = _source(folder / "additional_chat_templates" / f"{_TOOL_USE}.jinja")
-    if own is None and default is None:
-        default = Fields.from_json_if_there(folder / "chat_template.json").text(_KEY, "") or None
-    # A template for tools that stands in the list belongs to the default beside it.
-    return ChatTemplates(own or default, own_tool_use or (tool_use if own is None else None))
+    if own is None:
+        named = _named(texts)
+        if named.default is None:
+            named = _named(Fields.from_json_if_there(folder / "chat_template.json"))
+        # A template for tools that stands in a list belongs to the default beside it.
+        own, own_tool_use = named.default, own_tool_use or named.tool_use
+    return ChatTemplates(own, own_tool_use)
 
 
 def _source(path: Path) -> str | None:
-    return read_text(path, MAX_JSON_BYTES) if is_there(path) else None
+    return (read_text(path, MAX_JSON_BYTES) if is_there(path) else "") or None
 
 
-def _of_config(texts: Fields) -> tuple[str | None, str | None]:
-    template = texts.values.get(_KEY)
-    if not isinstance(template, list):
-        return texts.text(_KEY, "") or None, None
-    named: dict[Any, Any] = {
-        each["name"]: each.get("template")
-        for each in template
-        if isinstance(each, dict) and isinstance(each.get("name"), str)
-    }
-    if not isinstance(named.get("default"), str) or not isinstance(named.get(_TOOL_USE, ""), str):
-        raise texts.error(_KEY, "a string, or a list with one named 'default'")
-    return named["default"], named.get(_TOOL_USE)
+def _named(fields: Fields) -> ChatTemplates:
+    """One source, or several as an object or as a list of {name, template}."""
+    template = fields.values.get(_KEY)
+    if isinstance(template, list):
+        template = dict(_pair(each) for each in template)
+    if not isinstance(template, dict):
+        return ChatTemplates(fields.text(_KEY, "") or None, None)
+    default, tool_use = template.get("default"), template.get(_TOOL_USE)
+    if not isinstance(default, str) or not isinstance(tool_use or "", str):
+        raise fields.error(_KEY, "a string, or a list with one named 'default'")
+    return ChatTemplates(default, tool_use)
+
+
+def _pair(entry: Any) -> tuple[str, Any]:
+    """What has no name counts under none."""
+    name = entry.get("name") if isinstance(entry, dict) else None
+    return (name, entry.get("template")) if isinstance(name, str) else ("", None)

@@ -242,7 +242,7 @@ def _count(count: int | None, is_wanted: bool) -> int | None:
 
 def _grammar(values: Mapping[str, Any]) -> Grammar | None:
     """What the output must match, however it was said."""
-    asked = {name: value for name, value in values.items() if FIELDS[name].attribute == "grammar"}
+    asked = {name: values[name] for name, field in FIELDS.items() if field.attribute == "grammar" and name in values}
     guide_type, guide = values.get("guided_decoding_guide_type"), values.get("guided_decoding_guide")
     if guide and not guide_type:
         raise RequestError("'guided_decoding_guide_type' is missing; allowed is what 'guided_decoding_guide' is")

@@ -194,6 +194,12 @@ def test_what_a_template_does_not_do(source: str, words: str) -> None:
         make(source).render(HELLO)
 
 
+def test_a_refusal_that_quotes_half_a_character_can_be_sent() -> None:
+    with pytest.raises(ChatError, match=r"template: a\\ud83dxxx") as error:
+        make("{{ raise_exception(messages[0].content) }}").render([{"role": "user", "content": "a\ud83d" + "x" * 1000}])
+    assert len(str(error.value).encode()) < 1000
+
+
 HOSTILE = [
     "{{ messages.__class__ }}",
     "{% raw %}",

@@ -114,12 +114,24 @@ def test_chat_templates(tmp_path: Path) -> None:
     (folder / "additional_chat_templates" / "tool_use.jinja").unlink()
     (folder / "tokenizer_config.json").unlink()
     assert templates() == ("P", None)
+    write_json(folder, "chat_template.json", chat_template={"default": "P", "tool_use": "PT"})
+    assert templates() == ("P", "PT")
     (folder / "chat_template.json").unlink()
     assert templates() == (None, None)
 
 
 @pytest.mark.parametrize(
-    "template", [5, {}, [], ["D"], [{"name": "tool_use", "template": "T"}], [{"name": "default", "template": 5}]]
+    "template",
+    [
+        5,
+        {},
+        [],
+        ["D"],
+        [{"name": ["default"]}],
+        [{"name": "tool_use", "template": "T"}],
+        {"default": 5},
+        {"default": "D", "tool_use": 5},
+    ],
 )
 def test_a_chat_template_that_is_none(template: Any, tmp_path: Path) -> None:
     folder = make_folder(tmp_path)

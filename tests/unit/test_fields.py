@@ -63,8 +63,9 @@ REACHES: dict[str, tuple[Any, Any]] = {
 # Fields that are no attribute of their own, or stand for more than one: the tests below are theirs.
 OTHERS = {
     "best_of", "logprobs", "prompt_logprobs", "return_logprobs", "return_cumulative_logprob", "return_prompt_logprobs",
-    "guided_decoding_guide_type", "guided_decoding_guide", "exclude_input_in_output", "pad_id", "input_ids", "input_lengths",
-    "messages", "tools", "tool_choice", "chat_template_kwargs", "add_generation_prompt", "cancel",
+    "guided_decoding_guide_type", "guided_decoding_guide", "exclude_input_in_output", "pad_id", "cancel",
+    # tests/unit/test_prompts.py
+    "input_ids", "input_lengths", "messages", "tools", "tool_choice", "chat_template_kwargs", "add_generation_prompt",
 }  # fmt: skip
 
 

@@ -150,5 +150,6 @@ def _rendered(template: Template, variables: dict[str, Any]) -> str:
 
 
 def _words(error: Exception) -> str:
+    """What it says, which may quote a message: cut short, and without what UTF-8 cannot hold."""
     text = str(error.message) if isinstance(error, TemplateError) else str(error)
-    return text[:_SHOWN] or type(error).__name__
+    return text[:_SHOWN].encode(errors="backslashreplace").decode() or type(error).__name__
