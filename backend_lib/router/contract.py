@@ -163,16 +163,16 @@ def _given_values(tensors: Mapping[str, np.ndarray], parameters: Mapping[str, An
 
 def _by_field(source: Mapping[str, Any]) -> dict[str, Any]:
     """One source's values under the fields' own names."""
-    values: dict[str, Any] = {}
+    keys: dict[str, str] = {}
     for key, value in source.items():
         name = ALIASES.get(key, key)
         if name not in FIELDS:
             raise RequestError(_unknown_field(key))
-        if value is not None and name in values:
-            raise RequestError(f"'{key}' is another name of a field that is given already; allowed is '{name}' once")
+        if value is not None and name in keys:
+            raise RequestError(f"'{keys[name]}' and '{key}' are the same field; allowed is one of them")
         if value is not None:
-            values[name] = value
-    return values
+            keys[name] = key
+    return {name: source[key] for name, key in keys.items()}
 
 
 def _tensor_value(name: str, array: np.ndarray) -> Any:

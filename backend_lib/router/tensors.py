@@ -25,7 +25,7 @@ _COMMON = (
 # Clients of tensorrtllm_backend send as tensors what those of vllm_backend put into `sampling_parameters`.
 _OF_TRTLLM = (
     *("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "repetition_penalty", "presence_penalty"),
-    *("frequency_penalty", "seed", "length_penalty", "early_stopping", "beam_width", "pad_id"),
+    *("frequency_penalty", "seed", "length_penalty", "early_stopping", "beam_width", "pad_id", "input_lengths"),
     *("guided_decoding_guide_type", "guided_decoding_guide"),
     *(alias for alias in ALIASES if alias not in ("stop_words", "bad")),
 )

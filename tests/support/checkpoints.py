@@ -26,13 +26,19 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+# Roles are dropped, as characters without ids; with `think` the model is told to reason.
+HASH_TEMPLATE = (
+    "{% for message in messages %}{{ message.role + ': ' + message.content }}{% endfor %}"
+    "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}"
+    "{% if think %}{{ '<think>' }}{% else %}{{ '</think>' }}{% endif %}"
+)
 _TEMPLATE = "{% for message in messages %}[{{ message.role }}]{{ message.content }}{{ eos_token }}{% endfor %}"
 
 
 def make_hash_checkpoint(
     path: Path, *, vocab_size: int = 1024, eos_token_id: int = 2, max_position: int = 4096
 ) -> Path:
-    """A folder for the test-only model. Text and ids map one to one: see `hash_text`."""
+    """A folder for the test-only model. Text and ids map one to one: see `hash_text`; other characters have no ids."""
     assert vocab_size <= _LAST_CHARACTER - FIRST_CHARACTER + 1
     path.mkdir(parents=True, exist_ok=True)
     config = {
@@ -48,6 +54,7 @@ def make_hash_checkpoint(
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens([AddedToken("<eos>", normalized=False)])
     tokenizer.save(str(path / "tokenizer.json"))
+    (path / "chat_template.jinja").write_text(HASH_TEMPLATE)
     return path
 
 
