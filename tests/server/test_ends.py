@@ -169,23 +169,26 @@ def ends_of(answers: list[requests.Response]) -> list[dict]:
 
 
 def test_unloading_answers_every_open_stream_and_ends_the_worker(hash_checkpoint):
-    with serving(hash_checkpoint) as server, grpc_stream(server.grpc_url) as stream:
+    with serving(hash_checkpoint) as server, contextlib.ExitStack() as stack:
         http = HttpClient(server.http_url)
         family = psutil.Process(server.pid).children(recursive=True)
-        stream.send(PROMPT, stream=True, request_id="running", parameters=ENDLESS)
-        stream.next()
+        # One request each: tritonserver can end itself when it refuses one of a stream in which another is under way.
+        streams = [stack.enter_context(grpc_stream(server.grpc_url)) for _ in range(3)]
+        streams[0].send(PROMPT, stream=True, request_id="running", parameters=ENDLESS)
+        streams[0].next()
         answers = [http.open_stream(PROMPT, **ENDLESS)]
-        for name in ("waits", "waits too"):
-            stream.send(PROMPT, request_id=name, parameters=ENDLESS)
+        for stream in streams[1:]:
+            stream.send(PROMPT, request_id="waits", parameters=ENDLESS)
         assert http.unload().status_code == 200
         asked = time.monotonic()
-        ended = [stream.rest()[-1] for _ in range(3)]
+        ended = [stream.rest()[-1] for stream in streams]
         # Triton itself refuses what reaches it after the order to unload.
         assert all(response.error == UNLOADING or "no available versions" in response.error for response in ended)
         assert [event.get("error") for event in ends_of(answers)] == [UNLOADING]
         assert 0.5 < time.monotonic() - asked < 10
         # As long as a gRPC stream is open, Triton keeps every model that it has asked.
-        stream.close()
+        for stream in streams:
+            stream.close()
         assert not wait_ended(family, 15)
         http.wait_unloaded()
         assert "successfully unloaded 'llm'" in server.log
