@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import signal
 from collections import Counter
@@ -104,3 +106,59 @@ def test_rules_go_on_in_another_worker(folder, reference) -> None:
         check(asked, reference)
         assert router._arena.epoch(0) == 1
         assert_level(router)
+
+
+def told(asked: Ask) -> tuple[list[int], list[dict[str, Any]], list[dict[str, Any] | None], float]:
+    """Token ids, log-probabilities, those of the prompt, and their sum, from all responses of one request."""
+    replies = [reply.tokens for reply in asked.sender.wait(60).replies]
+    ids = [token_id for tokens in replies for token_id in tokens.token_ids]
+    rows = [row for tokens in replies for row in json.loads(tokens.logprobs) or []]
+    return ids, rows, json.loads(replies[0].prompt_logprobs), replies[-1].cumulative_logprob
+
+
+def is_row_of(row: dict[str, Any], logprobs: torch.Tensor, token_id: int, count: int) -> bool:
+    """The token itself first, and then the likeliest; equals within rounding may change places."""
+    best = logprobs.topk(count)
+    expected = {token_id: logprobs[token_id].item()} | dict(
+        zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    )
+    rank = int((logprobs >= logprobs[token_id]).sum())
+    entry = row[str(token_id)]
+    assert next(iter(row)) == str(token_id) and entry["rank"] == rank
+    assert entry["decoded_token"] == tiny_tokenizer().decode([token_id], skip_special_tokens=False)
+    return {int(key) for key in row} == set(expected) and all(
+        math.isclose(each["logprob"], expected[int(key)], abs_tol=1e-4) for key, each in row.items()
+    )
+
+
+@pytest.mark.parametrize("overlap", ["off", "on"])
+def test_logprobs_are_those_of_transformers(folder, reference, overlap: str) -> None:
+    """Of output and prompt, in pieces of the prompt, after a worker's death and with penalties, which do not show."""
+    fields = {
+        "max_tokens": 60, "ignore_eos": True, "stream": True, "return_logprobs": True, "return_output_ids": True,
+        "return_cumulative_logprob": True, "return_prompt_logprobs": True, "presence_penalty": 0.5,
+    }  # fmt: skip
+    asked = [
+        Ask([], fields | {"logprobs": count, "prompt_logprobs": 2, "temperature": 1.0, "seed": count}, text=prompt)
+        for count, prompt in enumerate(PROMPTS)
+    ]
+    with running_router(folder, weights="fp32", prefill_chunk=5, overlap=overlap) as router:
+        for ask in asked:
+            router.submit(ask.inbound())
+        wait_until(lambda: all(ask.sender.num_tokens > 5 for ask in asked))
+        os.kill(worker_pid(router), signal.SIGKILL)
+        answers = [told(ask) for ask in asked]
+        assert_level(router)
+    for count, (ask, (ids, rows, prompt_rows, total)) in enumerate(zip(asked, answers, strict=True)):
+        prompt_ids = tiny_tokenizer().encode(ask.text).ids
+        with torch.inference_mode():
+            logprobs = reference(torch.tensor([prompt_ids + ids])).logits[0].log_softmax(-1)
+        assert len(ids) == len(rows) == 60 and len(prompt_rows) == len(prompt_ids) and prompt_rows[0] is None
+        for place, row in enumerate(prompt_rows[1:], start=1):
+            assert is_row_of(row, logprobs[place - 1], prompt_ids[place], 2)
+        for place, row in enumerate(rows, start=len(prompt_ids)):
+            assert is_row_of(row, logprobs[place - 1], ids[place - len(prompt_ids)], count)
+        chosen = [
+            logprobs[place - 1, ids[place - len(prompt_ids)]].item() for place in range(len(prompt_ids), len(logprobs))
+        ]
+        assert math.isclose(total, sum(chosen), abs_tol=1e-2)
