@@ -5,6 +5,7 @@ import random
 import re
 import subprocess
 import sys
+import time
 
 import jsonschema
 import numpy as np
@@ -203,6 +204,21 @@ def test_ebnf():
     grammar, rng = build("ebnf", 'root ::= item ("," item)*\nitem ::= "[" root "]" | [0-9]'), random.Random(4)
     texts = [text for _ in range(40) if (text := walk(grammar, rng))]
     assert texts and all(json.loads(f"[{text}]") for text in texts)
+
+
+@pytest.mark.parametrize("schema", [{"minLength": 2}, {"maxLength": 40}, {"maxLength": 5000}, {}], ids=json.dumps)
+def test_masks_inside_a_string_are_computed_ahead(schema):
+    """A mask that is not takes a thousand times as long as one that is, so that no machine's noise hides it."""
+    tokens = (*BYTES.tokens, *(f"{a:x} {b:x}".encode() for a in range(100) for b in range(400)))
+    source = json.dumps({"type": "string"} | schema)
+    compiled = Builder(Vocabulary(tokens, (EOS,))).build(Grammar(kind=GrammarKind.JSON_SCHEMA, source=source))
+    mask, times = np.empty(mask_width(len(tokens)), dtype=np.int32), []
+    for _ in range(10):
+        state = GrammarState(compiled, [2 + ord('"'), 2 + ord("a"), 2 + ord("b")])
+        began = time.perf_counter()
+        state.fill(mask)
+        times.append(time.perf_counter() - began)
+    assert min(times) < 1e-3
 
 
 # Masks on logits.
