@@ -129,6 +129,17 @@ def test_a_text_that_the_vocabulary_cannot_finish_is_stuck():
         builder.build(Grammar(kind=GrammarKind.CHOICE, source='["ca"]'))
 
 
+def test_a_grammar_whose_readings_multiply_is_called_too_slow():
+    state = GrammarState(build("ebnf", 'root ::= root root | "a" | ""'))
+    for _ in range(4000):
+        next_ids(state)
+        if state.is_too_slow:
+            break
+        assert state.accept(2 + ord("a"))
+    assert state.is_too_slow
+    assert not GrammarState(build("json_object")).is_too_slow
+
+
 def test_a_resumed_sequence_stands_where_an_undisturbed_one_does():
     rng, grammar = random.Random(5), build("json_object")
     state, ids = GrammarState(grammar), []
