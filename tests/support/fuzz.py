@@ -150,6 +150,14 @@ class Draw(random.Random):
         odd = ("", "?", "\x00", "a\x00" + hash_text(ids), "丅" * 30_000, "é" * 300, "\ud800", " " * 1000)
         return hash_text(ids) if self.likely(0.85) else self.choice(odd)
 
+    def messages(self) -> str:
+        """What `messages` may hold: a conversation, one with something odd in it, or another JSON text."""
+        whole = [{"role": "user", "content": self.prompt()} for _ in range(self.choice((1, 1, 2, 5)))]
+        if self.likely(0.5):
+            return json.dumps(whole)
+        self.choice(whole)[self.choice(("role", "content", "tool_calls", "name", "x"))] = self.any_value()
+        return to_json(whole) if self.likely(0.6) else self.broken(to_json(whole))
+
     def sampling_text(self) -> str:
         """What `sampling_parameters` may hold: an object of fields, or what is left of one."""
         text = to_json(self.fields())

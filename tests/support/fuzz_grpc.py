@@ -11,11 +11,13 @@ import grpc
 from tritonclient.grpc import service_pb2
 
 from tests.support.fuzz import BOUND, Draw, Outcome
+from tests.support.hashing import VOCAB
 
 Message = service_pb2.ModelInferRequest
 SHAPES = ((), (0,), (1,), (2,), (1, 1), (-1,), (1 << 31,), (1 << 62, 4), (0, 1 << 62), (65,), (1,) * 20)
 DATATYPES = ("BYTES", "BOOL", "INT32", "UINT64", "FP32", "FP64", "INT8", "BF16", "", "bytes", "NONSENSE")
 _Fault = Callable[[Draw, Message], None]
+_PROMPTS = ("text_input", "input_ids", "messages")
 _SERVICE = "/inference.GRPCInferenceService/"
 
 
@@ -75,9 +77,11 @@ def grpc_case(draw: Draw, inputs: Mapping[str, str]) -> GrpcCase:
 
 def _message(draw: Draw, inputs: Mapping[str, str], faults: Sequence[_Fault]) -> Message:
     message = Message(model_name="llm", id=draw.choice(("", "1", "the same", "é\x00", "x" * 5000)))
-    _add_input(message, "text_input", _packed(draw.encoded(draw.prompt())), "BYTES")
-    for name in draw.sample(sorted(inputs), draw.randrange(4)):
-        if name != "text_input":
+    prompt = draw.choice(_PROMPTS) if draw.likely(0.3) else _PROMPTS[0]
+    _add_input(message, prompt, _content(draw, prompt, inputs[prompt]), inputs[prompt].removeprefix("TYPE_"))
+    others = [name for name in inputs if name not in _PROMPTS or draw.likely(0.1)]
+    for name in draw.sample(sorted(others), draw.randrange(4)):
+        if name != prompt:
             _add_input(message, name, _content(draw, name, inputs[name]), inputs[name].removeprefix("TYPE_"))
     for name, value in draw.fields() if draw.likely(0.6) else ():
         _set_parameter(draw, message.parameters, name, value)
@@ -97,6 +101,10 @@ def _add_input(message: Message, name: str, content: bytes, datatype: str) -> No
 def _content(draw: Draw, name: str, kind: str) -> bytes:
     if kind == "TYPE_BOOL":
         return bytes([draw.choice((0, 1)) if draw.likely(0.9) else 255])
+    if kind == "TYPE_INT32":
+        return struct.pack("<i", draw.choice((0, 1, VOCAB - 1, VOCAB, -1, (1 << 31) - 1, -(1 << 31))))
+    if name == "messages":
+        return _packed(draw.encoded(draw.messages()))
     return _packed(draw.encoded(draw.sampling_text() if name == "sampling_parameters" else draw.prompt()))
 
 

@@ -133,6 +133,10 @@ def _odd_case(draw: Draw, path: str, body: bytes) -> HttpCase:
     return HttpCase("HEAD" if request.startswith(b"HEAD") else "POST", (request,), leaves=leaves, is_proper=False)
 
 
+# Two prompts are an error, and so is an order to end a request that has no id: not too often.
+_ADDED = ("stream", "text_input", "input_ids", "prompt_token_ids", "messages", "cancel")
+
+
 def _fields(draw: Draw) -> Pairs:
     """Fields as the generate endpoints take them: Triton refuses what is no text, number or truth itself."""
     fields = draw.fields() if draw.likely(0.5) else Pairs()
@@ -143,10 +147,16 @@ def _fields(draw: Draw) -> Pairs:
     )
 
 
+def _prompt(draw: Draw) -> tuple[str, object]:
+    if draw.likely(0.8):
+        return "text_input", draw.prompt() if draw.likely(0.9) else draw.any_value()
+    return draw.choice((("messages", draw.messages()), ("input_ids", [draw.randrange(-1, 1030) for _ in range(3)])))
+
+
 def _body(draw: Draw) -> bytes:
-    members = Pairs(member for member in _fields(draw) if member[0] not in ("stream", "text_input"))
+    members = Pairs(member for member in _fields(draw) if member[0] not in _ADDED)
     if draw.likely(0.97):
-        members.append(("text_input", draw.prompt() if draw.likely(0.9) else draw.any_value()))
+        members.append(_prompt(draw))
     if draw.likely(0.5):
         members.append(("stream", draw.likely(0.5) if draw.likely(0.97) else draw.any_value()))
     if draw.likely(0.4):

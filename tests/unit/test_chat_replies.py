@@ -136,7 +136,9 @@ def test_the_prompt_says_whether_reasoning_has_begun() -> None:
 
 
 def test_a_reply_that_holds_a_call_alone_has_no_content() -> None:
-    delta = read(make("qwen2.5").parser(prompt=""), list(f"\n{CALL}\n"))
+    parser = make("qwen2.5").parser(prompt="")
+    delta = read(parser, list(f"\n{CALL}\n"))
+    assert parser.has_calls
     assert (delta.content, functions(delta)) == ("", [("function", "f", '{"a": 1}')])
 
 

@@ -14,7 +14,7 @@ from backend_lib.checkpoint import Checkpoint, open_checkpoint
 from backend_lib.router.chat import ChatError, ChatTemplate, parse_template_kwargs
 from backend_lib.router.chat import template as module
 from tests.support.chat_templates import CHATML, CONVERSATIONS, GEMMA, QWEN3, TEMPLATES, TOOLS
-from tests.support.checkpoints import make_config_folder, make_hash_checkpoint, make_tiny_gguf
+from tests.support.checkpoints import make_config_folder, make_tiny_gguf
 
 BOS, EOS = "<s>", "</s>"
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -144,7 +144,8 @@ def test_what_is_set_in_a_generation_block_stays_there() -> None:
 
 
 def test_no_template(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    template = ChatTemplate.of(open_checkpoint(str(make_hash_checkpoint(tmp_path))))
+    path = make_tiny_gguf(tmp_path / "tiny.gguf")
+    template = ChatTemplate.of(open_checkpoint(str(path)))
     with pytest.raises(ChatError, match="has no chat template; give the whole prompt as 'text_input'"):
         template.render(HELLO)
     assert not caplog.records

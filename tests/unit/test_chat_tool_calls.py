@@ -76,6 +76,8 @@ FOUND: list[tuple[str, str, str, list[Call]]] = [
     ("mistral", "[TOOL_CALLS]f{}", "", [F]),
     ("mistral", f"Hm. [TOOL_CALLS]f{{}}[TOOL_CALLS]g{G.arguments}", "Hm.", [F, G]),
     ("mistral", "[TOOL_CALLS]f[ARGS]{}", "", [F]),
+    ("mistral", "[TOOL_CALLS] f [ARGS] {}", "[TOOL_CALLS] f [ARGS] {}", []),
+    ("mistral", "[TOOL_CALLS] f {}", "", [F]),
     ("mistral", "[TOOL_CALLS]f[CALL_ID]abcDEF123[ARGS]{}", "", [Call("f", "{}", "abcDEF123")]),
 ]  # fmt: skip
 

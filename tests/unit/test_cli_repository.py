@@ -6,10 +6,11 @@ import pytest
 from google.protobuf import text_format
 from hypothesis import given
 from hypothesis import strategies as st
-from tritonclient.grpc.model_config_pb2 import ModelConfig
+from tritonclient.grpc.model_config_pb2 import DataType, ModelConfig
 
 from backend_lib.cli.repository import link_repository, read_parameters, shipped_repository, write_parameters
 from backend_lib.config import Settings
+from backend_lib.router import tensors
 
 BLOCK = 'parameters { key: "model" value: { string_value: "smollm2" } }\n'
 LIST = """parameters [
@@ -23,6 +24,18 @@ def shipped_config() -> str:
     return (shipped_repository() / "llm" / "config.pbtxt").read_text()
 
 
+def described(fields) -> list[tuple]:
+    """Inputs or outputs as Triton reads them."""
+    return [
+        (each.name, DataType.Name(each.data_type), list(each.dims), getattr(each, "optional", False)) for each in fields
+    ]
+
+
+def known(specs) -> list[tuple]:
+    """The same as the router describes them."""
+    return [(each["name"], each["data_type"], each["dims"], each.get("optional", False)) for each in specs]
+
+
 def as_triton_reads(config: str) -> dict[str, str]:
     parsed = text_format.Parse(config, ModelConfig())
     return {key: value.string_value for key, value in parsed.parameters.items()}
@@ -31,7 +44,8 @@ def as_triton_reads(config: str) -> dict[str, str]:
 def test_the_shipped_configuration_is_what_triton_understands():
     config = text_format.Parse(shipped_config(), ModelConfig())
     assert config.model_transaction_policy.decoupled
-    assert [each.name for each in config.input if not each.optional] == ["text_input"]
+    assert described(config.input) == [each for each in known(tensors.inputs("vllm")) if each[0] != tensors.STOP]
+    assert described(config.output) == known(tensors.OUTPUTS)
     assert Settings.from_parameters(read_parameters(shipped_config())) == Settings()
 
 

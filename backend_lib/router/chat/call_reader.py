@@ -84,7 +84,7 @@ class CallReader:
 
     def _open_marker(self) -> int:
         """How many characters at the end may be the beginning of a marker."""
-        sizes = range(min(len(self.marker) - 1, len(self._text) - self._begin), 0, -1)
+        sizes = range(len(self.marker) - 1, 0, -1)
         return next((size for size in sizes if self._text.endswith(self.marker[:size])), 0)
 
     def _space_before(self, end: int) -> int:
