@@ -7,7 +7,6 @@ import secrets
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,18 +14,17 @@ import numpy as np
 from backend_lib.arena import Arena, CommandRing, ExtentAllocator, SlotRef
 from backend_lib.checkpoint import Checkpoint
 from backend_lib.config import Settings
-from backend_lib.request import Chat, GenerationRequest, OutputOptions
-from backend_lib.router.chat import ChatError, ChatTemplate, ReplyFormat
-from backend_lib.router.contract import RequestError, checkpoint_defaults, parse_request
-from backend_lib.router.conversation import Conversation
+from backend_lib.request import GenerationRequest
+from backend_lib.router.chat import ChatTemplate
+from backend_lib.router.contract import checkpoint_defaults, parse_request
 from backend_lib.router.extent import extent_for, parameter_blob
-from backend_lib.router.prompt_encoder import PromptEncoder, check_length
+from backend_lib.router.prompts import Prompts
+from backend_lib.router.refusals import RequestError
 from backend_lib.router.reply import Client, Verdict, verdict_of_client
+from backend_lib.router.reply_readers import ReplyReaders
 from backend_lib.router.siblings import Siblings
 from backend_lib.router.slot_pool import SlotPool
 from backend_lib.router.stream import Stream
-from backend_lib.router.text import TextStream
-from backend_lib.router.token_outputs import TokenOutputs, token_text
 
 log = logging.getLogger("tandem")
 
@@ -99,10 +97,9 @@ class Intake:
         self._default_max_tokens = min(
             settings.default_max_tokens, checkpoint.sampling.max_tokens or settings.default_max_tokens
         )
-        self._encoder = PromptEncoder(checkpoint.tokenizer)
-        self._template = ChatTemplate.of(checkpoint)
-        self._format = ReplyFormat.of(self._template)
-        self._token_text = token_text(checkpoint.tokenizer)
+        template = ChatTemplate.of(checkpoint)
+        self._prompts = Prompts(checkpoint, template)
+        self._readers = ReplyReaders(checkpoint, template)
         self._slots = arena.slots
         self._pool = pool
         self._ring = ring
@@ -125,12 +122,12 @@ class Intake:
         )  # fmt: skip
         deadline = inbound.arrived + request.timeout_us / 1e6 if request.timeout_us else None
         self._check_client(inbound, request, deadline)
-        request, prompt_ids = self._tokenised(request)
+        request, prompt_ids = self._prompts.tokenised(request, self.max_len)
         seed = request.sampling.seed
         prompt = _Prompt(
             request=request,
             token_ids=prompt_ids,
-            bad_words=self._encoder.bad_words(request.sampling.bad_words, self._checkpoint.config.vocab_size),
+            bad_words=self._prompts.bad_words(request),
             max_tokens=min(request.sampling.max_tokens or self._default_max_tokens, self.max_len - len(prompt_ids)),
             seed=secrets.randbits(64) if seed is None else seed,
             arrival_ns=inbound.arrival_ns or time.time_ns(),
@@ -151,47 +148,6 @@ class Intake:
         if verdict:
             raise Over(verdict)
 
-    def _tokenised(self, request: GenerationRequest) -> tuple[GenerationRequest, list[int]]:
-        """The prompt's ids, and the request with its text, whatever the client gave. Raises RequestError."""
-        if request.prompt_ids:
-            check_length(len(request.prompt_ids), self.max_len, "input_ids")
-            return self._with_text(request), list(request.prompt_ids)
-        if request.chat:
-            request = replace(request, text=self._rendered(request.chat))
-            # The template writes the beginning of the sequence itself.
-            ids = self._encoder.encode(request.text, self.max_len, name="messages", add_special_tokens=False)
-        else:
-            ids = self._encoder.encode(request.text, self.max_len)
-        self._check_ids(ids)
-        return request, ids
-
-    def _rendered(self, chat: Chat) -> str:
-        try:
-            return self._template.render(
-                chat.messages, tools=chat.tools, add_generation_prompt=chat.add_generation_prompt, **chat.variables
-            )
-        except ChatError as error:
-            raise RequestError(str(error)) from None
-
-    def _with_text(self, request: GenerationRequest) -> GenerationRequest:
-        """Ids are decoded for those who want to see the prompt, or whose reply is read as one to it."""
-        output = request.output
-        is_read = output.reasoning_content or output.tool_calls
-        if not (output.echo_prompt or is_read):
-            return request
-        skip = request.sampling.skip_special_tokens and not is_read
-        text = self._checkpoint.tokenizer.decode(list(request.prompt_ids), skip_special_tokens=skip)
-        return replace(request, text=text)
-
-    def _check_ids(self, prompt_ids: list[int]) -> None:
-        """Some tokenizers have tokens that the model has not (Gemma 3's for images); they would end the worker."""
-        largest, vocab_size = max(prompt_ids), self._checkpoint.config.vocab_size
-        if largest >= vocab_size:
-            token = self._checkpoint.tokenizer.id_to_token(largest)
-            raise RequestError(
-                f"the prompt has the token {token!r}, whose id is {largest}; allowed are ids below {vocab_size}"
-            )
-
     def _more_slots(self, count: int) -> list[SlotRef]:
         """Slots for the leader's siblings, all or none."""
         if count >= len(self._slots):
@@ -210,10 +166,7 @@ class Intake:
                     Stream(prompt.request, siblings.voice(index) if siblings else sender, *ref, prompt.deadline)
                 )
                 streams[-1].extent = self._write_slot(prompt, ref, index)
-                streams[-1].begin(
-                    self._text(prompt), len(prompt.token_ids),
-                    tokens=self._tokens(prompt.request.output), conversation=self._conversation(prompt, index),
-                )  # fmt: skip
+                self._readers.begin(streams[-1], prompt.request, prompt.token_ids, seed=prompt.seed, index=index)
         except BaseException:
             for stream in streams:
                 if stream.extent >= 0:
@@ -222,36 +175,6 @@ class Intake:
                 self._pool.retire(ref.slot, self._ring, 0)
             raise
         return streams
-
-    def _text(self, prompt: _Prompt) -> TextStream:
-        sampling = prompt.request.sampling
-        return TextStream(
-            self._checkpoint.tokenizer, sampling.stop, sampling.min_tokens, prompt_ids=prompt.token_ids,
-            include_stop=sampling.include_stop_str_in_output,
-            skip_special_tokens=sampling.skip_special_tokens and not self._reads_special_tokens(prompt.request.output),
-        )  # fmt: skip
-
-    def _reads_special_tokens(self, output: OutputOptions) -> bool:
-        """Whether what takes the reply apart looks for tokens that have no text otherwise."""
-        return self._format.needs_special_tokens(
-            self._checkpoint.tokenizer, tools=output.tool_calls, reasoning=output.reasoning_content
-        )
-
-    def _conversation(self, prompt: _Prompt, sequence_index: int) -> Conversation | None:
-        """What takes the reply apart, for those who want that."""
-        output = prompt.request.output
-        if not (output.tool_calls or output.reasoning_content):
-            return None
-        parser = self._format.parser(
-            prompt=prompt.request.text, seed=prompt.seed, sequence=sequence_index,
-            tools=output.tool_calls, reasoning=output.reasoning_content,
-        )  # fmt: skip
-        return Conversation(parser)
-
-    def _tokens(self, output: OutputOptions) -> TokenOutputs | None:
-        """What gathers news of single tokens, for those who want them."""
-        is_wanted = output.logprobs or output.cumulative_logprob or output.prompt_logprobs or output.output_ids
-        return TokenOutputs(output, self._token_text) if is_wanted else None
 
     def _write_slot(self, prompt: _Prompt, ref: SlotRef, sequence_index: int) -> int:
         """Fill the slot and a new extent; the extent's offset. Raises NoRoom."""

@@ -38,10 +38,10 @@ class TritonPythonModel:
         given = config.as_dict()
         names = {tensor["name"] for tensor in [*given["input"], *given["output"]]}
         contract = _contract(given)
-        for tensor in tensors.inputs(contract):
+        for tensor in tensors.declared_inputs(contract):
             if tensor["name"] not in names:
                 config.add_input(tensor)
-        for tensor in tensors.OUTPUTS:
+        for tensor in tensors.declared_outputs(contract):
             if tensor["name"] not in names:
                 config.add_output(tensor)
         config.set_max_batch_size(tensors.BATCH_SIZES[contract])
@@ -59,13 +59,13 @@ class TritonPythonModel:
             self._router = Router(settings, is_serving=is_serving)
         except (ValueError, RuntimeError, OSError) as error:
             raise pb_utils.TritonModelException(str(error)) from error
-        self._batched = bool(tensors.BATCH_SIZES[settings.contract])
+        self._contract = settings.contract
         self._pusher = _start_metrics(self._router, args)
 
     def execute(self, requests: list[Any]) -> None:
         """Decoupled: every answer goes through a request's sender, so there is nothing to return."""
         for request in requests:
-            sender = TritonSender(request.get_response_sender(), batched=self._batched)
+            sender = TritonSender(request.get_response_sender(), contract=self._contract)
             try:
                 inbound = _inbound(request, sender)
             except Exception as error:  # whatever Triton cannot decode: this request's fault, not the batch's
@@ -90,19 +90,18 @@ class TritonSender:
     So the two exclude each other, and afterwards Triton is not asked again.
     """
 
-    def __init__(self, sender: Any, *, batched: bool = False) -> None:
-        """`batched`: outputs have a batch dimension, which is 1."""
+    def __init__(self, sender: Any, *, contract: str = tensors.VLLM) -> None:
         self._sender = sender
-        self._batched = batched
+        self._contract = contract
         self._final = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL  # not there yet while this module is imported
         self._lock = threading.Lock()
         self._is_over = False
 
     def send(self, reply: Reply) -> None:
-        self._respond(tensors.outputs([reply]), final=bool(reply.finish))
+        self._respond(tensors.response([reply], contract=self._contract), final=bool(reply.finish))
 
     def send_siblings(self, replies: list[Reply], news: list[int], *, final: bool) -> None:
-        self._respond(tensors.outputs(replies, news), final=final)
+        self._respond(tensors.response(replies, news, self._contract), final=final)
 
     def fail(self, kind: ErrorKind, message: str) -> None:
         error = pb_utils.TritonError(message, getattr(pb_utils.TritonError, kind.value))
@@ -113,10 +112,7 @@ class TritonSender:
             return not self._is_over and self._sender.is_cancelled()
 
     def _respond(self, arrays: dict[str, np.ndarray], *, final: bool) -> None:
-        shape = (1, -1) if self._batched else (-1,)
-        response = pb_utils.InferenceResponse(
-            [pb_utils.Tensor(name, array.reshape(shape)) for name, array in arrays.items()]
-        )
+        response = pb_utils.InferenceResponse([pb_utils.Tensor(name, array) for name, array in arrays.items()])
         if final:
             self._end(response)
         else:

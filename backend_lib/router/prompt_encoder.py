@@ -9,7 +9,7 @@ from typing import Any
 from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
-from backend_lib.router.contract import RequestError
+from backend_lib.router.refusals import RequestError
 
 # Bytes of text for each that ends up in a token, where a tokenizer does not keep them all. NFC leaves a third at least.
 # What drops blanks, accents or unknown characters has no bound, so there the limit is ours.

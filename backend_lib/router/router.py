@@ -7,24 +7,24 @@ import threading
 import time
 from collections.abc import Callable
 
-from backend_lib.arena import Arena, ArenaSpec, SlotRef, WorkerState
-from backend_lib.arena.layout import logprob_row
-from backend_lib.checkpoint import Checkpoint, open_checkpoint
+from backend_lib.arena import Arena, SlotRef, WorkerState
+from backend_lib.checkpoint import open_checkpoint
 from backend_lib.config import Settings
 from backend_lib.request import FinishReason, OutputOptions
 from backend_lib.router import finished
 from backend_lib.router.callers import Callers
-from backend_lib.router.contract import RequestError, is_cancellation
-from backend_lib.router.fields import MAX_LOGPROBS
 from backend_lib.router.finished import Finished, Times
-from backend_lib.router.group import Group, ring_records
+from backend_lib.router.group import Group
 from backend_lib.router.intake import Inbound, Intake, NoRoom, Over
 from backend_lib.router.intake_queue import MAX_BYTES, IntakeQueue
 from backend_lib.router.metrics import FINISHED, GENERATION_TOKENS, PREFIX_HITS, PROMPT_TOKENS, RESTARTS, Metrics
 from backend_lib.router.metrics_pusher import Look, WorkerCounts
+from backend_lib.router.refusals import RequestError
 from backend_lib.router.reply import UNLOADING, ErrorKind, Reply, Verdict
 from backend_lib.router.reply_pool import ReplyPool
+from backend_lib.router.sizes import arena_spec, max_model_len
 from backend_lib.router.slot_pool import SlotPool
+from backend_lib.router.sources import is_cancellation
 from backend_lib.router.stream import Stream
 from backend_lib.router.supervisor import End, Supervisor
 from backend_lib.router.watcher import Watcher
@@ -32,10 +32,7 @@ from backend_lib.router.watcher import Watcher
 log = logging.getLogger("tandem")
 
 REPLY_THREADS = 4
-MAX_HEAP_BYTES = 1 << 31
 MAX_FAILED_STARTS = 5  # in a row, over some 15 seconds; then those who wait for the worker are told
-PARAMS_BYTES = 4096  # of a typical slot's parameter blob, for the size of the heap
-MAX_PARAMS_BYTES = 4 << 20  # of the largest: every id of a vocabulary, many biases, banned words and a grammar
 
 
 class Router:
@@ -56,9 +53,9 @@ class Router:
         """
         self._settings = settings
         self._checkpoint = open_checkpoint(settings.model)
-        self._max_model_len = _max_model_len(settings, self._checkpoint)
+        self._max_model_len = max_model_len(settings, self._checkpoint)
         self._arena = Arena.create(
-            spec := _arena_spec(settings, self._max_model_len),
+            spec := arena_spec(settings, self._max_model_len),
             {"settings": settings.as_dict(), "max_model_len": self._max_model_len},
         )
         self._pool = SlotPool(spec.num_slots)
@@ -91,7 +88,7 @@ class Router:
 
     def submit(self, inbound: Inbound) -> None:
         """Take a request and return at once; everything else, errors included, goes through its sender."""
-        if is_cancellation(inbound.tensors, inbound.parameters, self._settings):
+        if is_cancellation(inbound.tensors, inbound.parameters, self._settings.contract):
             self._cancel(inbound)
             return
         if inbound.request_id:
@@ -301,33 +298,3 @@ class Router:
             f"the queue is full: {waiting} sequences wait and {running} run; "
             f"queue_size is {self._settings.queue_size} and max_running {self._settings.max_running}"
         )
-
-
-def _max_model_len(settings: Settings, checkpoint: Checkpoint) -> int:
-    """Tokens a sequence may have. Raises ValueError when more is asked for than the checkpoint was made for."""
-    if settings.max_model_len is None:
-        return checkpoint.context_length
-    if settings.max_model_len > checkpoint.context_length:
-        raise ValueError(
-            f"parameter 'max_model_len' is {settings.max_model_len}; "
-            f"allowed is at most {checkpoint.context_length}, the context of {settings.model}"
-        )
-    return settings.max_model_len
-
-
-def _arena_spec(settings: Settings, max_model_len: int) -> ArenaSpec:
-    num_slots = settings.queue_size + settings.data_parallel * settings.max_running
-    return ArenaSpec(
-        num_groups=settings.data_parallel,
-        num_ranks=settings.tensor_parallel,
-        num_slots=num_slots,
-        ring_records=ring_records(settings.max_running),
-        dirty_records=max(4 * num_slots, 1024),
-        heap_bytes=min(_heap_bytes(num_slots, max_model_len), MAX_HEAP_BYTES),
-    )
-
-
-def _heap_bytes(num_slots: int, max_model_len: int) -> int:
-    """Room for what sequences have most often, and for one that asks for everything."""
-    largest = max_model_len * (4 + logprob_row(1 + MAX_LOGPROBS).itemsize) + MAX_PARAMS_BYTES
-    return max(num_slots * (4 * max_model_len + PARAMS_BYTES), largest)

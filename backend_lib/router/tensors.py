@@ -30,7 +30,7 @@ _OF_TRTLLM = (
     *(alias for alias in ALIASES if alias not in ("stop_words", "bad")),
 )
 
-OUTPUTS: tuple[dict[str, Any], ...] = (
+_OUTPUTS: tuple[dict[str, Any], ...] = (
     {"name": "text_output", "data_type": "TYPE_STRING", "dims": [-1]},
     {"name": "finish_reason", "data_type": "TYPE_STRING", "dims": [-1]},
     {"name": "num_input_tokens", "data_type": "TYPE_UINT32", "dims": [1]},
@@ -46,7 +46,17 @@ OUTPUTS: tuple[dict[str, Any], ...] = (
 )
 
 
-def inputs(contract: str) -> list[dict[str, Any]]:
+_OUTPUTS_OF_TRTLLM = (
+    {"name": "cum_log_probs", "data_type": "TYPE_FP32", "dims": [-1]},
+    {"name": "output_log_probs", "data_type": "TYPE_FP32", "dims": [-1, -1]},
+)
+
+
+def declared_outputs(contract: str) -> tuple[dict[str, Any], ...]:
+    return (*_OUTPUTS, *_OUTPUTS_OF_TRTLLM) if contract == TRTLLM else _OUTPUTS
+
+
+def declared_inputs(contract: str) -> list[dict[str, Any]]:
     """All of them optional: a prompt has three spellings."""
     names = (*_COMMON, *_OF_TRTLLM) if contract == TRTLLM else _COMMON
     return [
@@ -70,11 +80,36 @@ def _tensor(name: str, data_type: str, dim: int) -> dict[str, Any]:
     return {"name": name, "data_type": data_type, "dims": [dim], "optional": True}
 
 
-def outputs(replies: list[Reply], news: list[int] | None = None) -> dict[str, np.ndarray]:
-    """A response's arrays, an element per sequence. Some are there only when the client asked for them.
+def response(replies: list[Reply], news: list[int] | None = None, contract: str = VLLM) -> dict[str, np.ndarray]:
+    """A response's arrays under a contract.
 
-    `news`: where a request has several sequences, those that have something new.
+    Args:
+        replies: of each sequence.
+        news: where a request has several sequences, those that have something new.
     """
+    arrays = _arrays(replies, news)
+    if contract != TRTLLM:
+        return arrays
+    return {name: array[np.newaxis] for name, array in (arrays | _of_trtllm(replies)).items()}
+
+
+def _of_trtllm(replies: list[Reply]) -> dict[str, np.ndarray]:
+    """Its own names for log-probabilities. Where one sequence has fewer tokens than another, zeros fill its row."""
+    if not replies[0].output.logprobs:
+        return {}
+    rows = [reply.tokens.chosen for reply in replies]
+    filled = np.zeros((len(rows), max(map(len, rows))), np.float32)
+    for row, values in zip(filled, rows, strict=True):
+        row[: len(values)] = values
+    return {"output_log_probs": filled, "cum_log_probs": _sums(replies)}
+
+
+def _sums(replies: list[Reply]) -> np.ndarray:
+    return np.array([reply.tokens.cumulative_logprob for reply in replies], np.float32)
+
+
+def _arrays(replies: list[Reply], news: list[int] | None) -> dict[str, np.ndarray]:
+    """An element per sequence. Some are there only when the client asked for them."""
     output, first = replies[0].output, replies[0]
     arrays = {"text_output": _strings([reply.text for reply in replies])}
     if output.finish_reason:
@@ -99,7 +134,7 @@ def _of_tokens(output: OutputOptions, replies: list[Reply]) -> dict[str, np.ndar
     if output.logprobs:
         arrays["logprobs"] = _strings([each.logprobs for each in tokens])
     if output.cumulative_logprob:
-        arrays["cumulative_logprob"] = np.array([each.cumulative_logprob for each in tokens], np.float32)
+        arrays["cumulative_logprob"] = _sums(replies)
     if output.prompt_logprobs:
         arrays["prompt_logprobs"] = _strings([tokens[0].prompt_logprobs])
     if output.output_ids:

@@ -25,11 +25,12 @@ TokenText = Callable[[int], str]
 
 
 class TokenNews(NamedTuple):
-    """What a response says of the tokens since the last one. `logprobs` is JSON, as is `prompt_logprobs`, which the
-    first response has; `cumulative_logprob` is of all tokens so far.
+    """What a response says of the tokens since the last one. `chosen` are their own log-probabilities; `logprobs` is
+    JSON, as is `prompt_logprobs`, which the first response has; `cumulative_logprob` is of all tokens so far.
     """
 
     token_ids: tuple[int, ...] = ()
+    chosen: tuple[float, ...] = ()
     logprobs: str = NONE
     cumulative_logprob: float = 0.0
     prompt_logprobs: str = NONE
@@ -54,6 +55,7 @@ class TokenOutputs:
         self._text = text
         self._ids: list[int] = []
         self._rows: list[str] = []
+        self._chosen: list[float] = []
         self._cumulative = 0.0
         self._prompt = NONE
 
@@ -69,14 +71,22 @@ class TokenOutputs:
         if rows is None:
             return
         rows = rows[: len(token_ids)]
-        self._cumulative += sum(max(_LEAST_LOGPROB, each) for each in rows["logprobs"][:, 0].tolist())
+        chosen = [max(_LEAST_LOGPROB, each) for each in rows["logprobs"][:, 0].tolist()]
+        self._cumulative += sum(chosen)
         if self._output.logprobs:
+            self._chosen += chosen
             self._rows += map(self._row, rows)
 
     def take(self) -> TokenNews:
         """Once: the next response has what is added from now on."""
-        news = TokenNews(tuple(self._ids), _json(self._rows) if self._rows else NONE, self._cumulative, self._prompt)
-        self._ids, self._rows, self._prompt = [], [], NONE
+        news = TokenNews(
+            token_ids=tuple(self._ids),
+            chosen=tuple(self._chosen),
+            logprobs=_json(self._rows) if self._rows else NONE,
+            cumulative_logprob=self._cumulative,
+            prompt_logprobs=self._prompt,
+        )
+        self._ids, self._rows, self._chosen, self._prompt = [], [], [], NONE
         return news
 
     def _row(self, row: np.void) -> str:

@@ -108,6 +108,17 @@ def test_sequences_and_their_ids(grpc):
     assert response.outputs["num_input_tokens"].tolist() == [[len(PROMPT_IDS)]]
 
 
+def test_log_probabilities_under_their_names(grpc):
+    (response,) = ask(grpc, num_return_sequences=2, return_log_probs=True)
+    chosen, sums = response.outputs["output_log_probs"], response.outputs["cum_log_probs"]
+    assert (chosen.shape, sums.shape, chosen.dtype) == ((1, 2, 8), (1, 2), np.float32)
+    assert chosen.sum(axis=2) == pytest.approx(sums, rel=1e-5)
+    rows = json.loads(response.outputs["logprobs"][0][1])
+    ids = continuation(PROMPT_IDS, 8)
+    expected = [row[str(token)]["logprob"] for row, token in zip(rows, ids, strict=True)]
+    assert chosen[0][1].tolist() == pytest.approx(expected)
+
+
 def test_a_prompt_of_ids_with_its_length(grpc):
     """As for the model `tensorrt_llm` alone."""
     request = {"input_ids": [*PROMPT_IDS, 0, 0], "input_lengths": 3, "request_output_len": 6, "temperature": 0.0}

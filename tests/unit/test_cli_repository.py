@@ -44,8 +44,10 @@ def as_triton_reads(config: str) -> dict[str, str]:
 def test_the_shipped_configuration_is_what_triton_understands():
     config = text_format.Parse(shipped_config(), ModelConfig())
     assert config.model_transaction_policy.decoupled
-    assert described(config.input) == [each for each in known(tensors.inputs("vllm")) if each[0] != tensors.STOP]
-    assert described(config.output) == known(tensors.OUTPUTS)
+    assert described(config.input) == [
+        each for each in known(tensors.declared_inputs("vllm")) if each[0] != tensors.STOP
+    ]
+    assert described(config.output) == known(tensors.declared_outputs("vllm"))
     assert Settings.from_parameters(read_parameters(shipped_config())) == Settings()
 
 

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from backend_lib.checkpoint import Checkpoint, HashConfig, SamplingDefaults
 from backend_lib.config import Settings
 from backend_lib.request import GenerationRequest, OutputOptions, SamplingParams
-from backend_lib.router.contract import RequestError, checkpoint_defaults, parse_request
+from backend_lib.router.contract import checkpoint_defaults, parse_request
 from backend_lib.router.fields import FIELDS
+from backend_lib.router.refusals import RequestError
 
 VOCAB = 49_152
 SUPPORTED = [field for field in FIELDS.values() if field.is_supported]

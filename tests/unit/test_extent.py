@@ -11,9 +11,9 @@ from tokenizers.models import BPE
 
 from backend_lib.arena.layout import logprob_row
 from backend_lib.request import GenerationRequest, Grammar, GrammarKind, SamplingParams
-from backend_lib.router.contract import RequestError
 from backend_lib.router.extent import extent_for, parameter_blob
 from backend_lib.router.prompt_encoder import PromptEncoder
+from backend_lib.router.refusals import RequestError
 from tests.support.arena import close, new_arena
 from tests.support.checkpoints import tiny_tokenizer
 

@@ -11,8 +11,9 @@ import pytest
 
 from backend_lib.config import Settings
 from backend_lib.request import GenerationRequest, Grammar, GrammarKind, OutputOptions, SamplingParams
-from backend_lib.router.contract import RequestError, parse_request
+from backend_lib.router.contract import parse_request
 from backend_lib.router.fields import ALIASES, FIELDS
+from backend_lib.router.refusals import RequestError
 
 VOCAB = 1024
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}

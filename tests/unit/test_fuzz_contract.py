@@ -11,9 +11,10 @@ import pytest
 
 from backend_lib.config import Settings
 from backend_lib.request import GenerationRequest, GrammarKind
-from backend_lib.router.contract import RequestError, parse_request
+from backend_lib.router.contract import parse_request
 from backend_lib.router.fields import ALIASES, FIELDS, TIMEOUT, Field
 from backend_lib.router.kinds import BIAS
+from backend_lib.router.refusals import RequestError
 from tests.support.fuzz import Draw
 from tests.support.hashing import VOCAB
 

@@ -9,8 +9,8 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 
-from backend_lib.router.contract import RequestError
 from backend_lib.router.prompt_encoder import PromptEncoder
+from backend_lib.router.refusals import RequestError
 from tests.support.checkpoints import TINY_VOCAB, tiny_tokenizer
 
 

@@ -10,7 +10,9 @@ import pytest
 
 from backend_lib.config import Settings
 from backend_lib.request import Chat, GenerationRequest
-from backend_lib.router.contract import RequestError, is_cancellation, parse_request
+from backend_lib.router.contract import parse_request
+from backend_lib.router.refusals import RequestError
+from backend_lib.router.sources import is_cancellation
 
 VOCAB = 1024
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -123,7 +125,7 @@ def test_what_a_template_takes_is_checked():
 )
 def test_what_is_an_order(tensors, parameters, contract, expected):
     arrays = {name: np.array(value) for name, value in tensors.items()}
-    assert is_cancellation(arrays, parameters, Settings(contract=contract)) is expected
+    assert is_cancellation(arrays, parameters, contract) is expected
 
 
 def test_an_order_that_cannot_be_understood_is_refused():

@@ -19,7 +19,7 @@ from backend_lib.router.extent import extent_for
 from backend_lib.router.siblings import Siblings
 from backend_lib.router.stream import Stream
 from backend_lib.router.text import TextStream
-from backend_lib.router.token_outputs import TokenOutputs, token_text
+from backend_lib.router.token_outputs import TokenNews, TokenOutputs, token_text
 from tests.support.arena import close, new_arena
 from tests.support.checkpoints import hash_text, make_hash_checkpoint
 from tests.support.hashing import EOS_ID
@@ -179,7 +179,7 @@ def test_the_prompts_rows_come_once_and_the_first_token_has_none(arena, tokenize
 
 def test_nothing_is_said_that_was_not_asked_for(arena, tokenizer):
     life = Life(arena, tokenizer, output=OutputOptions(stream=True), logprobs=None).publish([5], FinishReason.LENGTH)
-    assert life.sender.replies[0].tokens == ((), "null", 0.0, "null")
+    assert life.sender.replies[0].tokens == TokenNews()
 
 
 @settings(max_examples=60, deadline=None)
@@ -212,7 +212,7 @@ def test_however_it_is_cut_the_rows_are_those_of_the_tokens(arena, tokenizer, id
 
 def test_arrays_of_a_response(arena, tokenizer):
     life = Life(arena, tokenizer).publish([5, 6], FinishReason.LENGTH)
-    arrays = tensors.outputs(life.sender.replies)
+    arrays = tensors.response(life.sender.replies)
     assert json.loads(arrays["logprobs"][0]) == [entry(5, 0), entry(6, 1)]
     assert (arrays["cumulative_logprob"].dtype, arrays["cumulative_logprob"].shape) == (np.float32, (1,))
     assert arrays["cumulative_logprob"][0] == np.float32(logprob(5, 0) + logprob(6, 1))
@@ -226,7 +226,7 @@ def test_ids_of_several_sequences_stand_one_behind_the_other(arena, tokenizer):
     siblings = Siblings(sender, GenerationRequest(request_id="", sampling=SamplingParams(n=2), output=output))
     for index, ids in ((1, [8]), (0, [5, 6])):
         Life(arena, tokenizer, output=output, sender=siblings.voice(index)).publish(ids, FinishReason.LENGTH)
-    arrays = tensors.outputs(*sender.sibling_replies[0])
+    arrays = tensors.response(*sender.sibling_replies[0])
     assert arrays["output_ids"].tolist() == [5, 6, 8]
     assert arrays["num_output_tokens"].tolist() == [2, 1]
     assert [json.loads(each) for each in arrays["logprobs"]] == [[entry(5, 0), entry(6, 1)], [entry(8, 0)]]
@@ -238,8 +238,19 @@ def test_a_sequence_without_news_has_no_tokens_and_keeps_its_sum(arena, tokenize
     siblings = Siblings(sender, GenerationRequest(request_id="", sampling=SamplingParams(n=2), output=ALL))
     for index, ids in ((0, [5]), (1, [8, 9])):
         Life(arena, tokenizer, sender=siblings.voice(index)).publish(ids, FinishReason.LENGTH)
-    arrays = tensors.outputs(*sender.sibling_replies[1])
+    arrays = tensors.response(*sender.sibling_replies[1])
     assert arrays["output_ids"].tolist() == [8, 9]
     assert [json.loads(each) for each in arrays["logprobs"]] == [None, [entry(8, 0), entry(9, 1)]]
     assert arrays["cumulative_logprob"][0] == np.float32(logprob(5, 0))
     assert arrays["sequence_index"].tolist() == [1]
+
+
+def test_a_shorter_sequences_row_is_filled_with_zeros(arena, tokenizer):
+    sender, output = ListSender(), OutputOptions(logprobs=True)
+    siblings = Siblings(sender, GenerationRequest(request_id="", sampling=SamplingParams(n=2), output=output))
+    for index, ids in ((0, [5]), (1, [8, 9])):
+        Life(arena, tokenizer, output=output, sender=siblings.voice(index)).publish(ids, FinishReason.LENGTH)
+    arrays = tensors.response(*sender.sibling_replies[0], tensors.TRTLLM)
+    assert arrays["output_log_probs"].tolist() == [[[logprob(5, 0), 0], [logprob(8, 0), logprob(9, 1)]]]
+    assert arrays["cum_log_probs"].tolist() == [[logprob(5, 0), logprob(8, 0) + logprob(9, 1)]]
+    assert {array.shape[0] for array in arrays.values()} == {1}

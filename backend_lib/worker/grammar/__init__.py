@@ -7,7 +7,8 @@ then never comes out; `close()` ends its processes.
 
 `GrammarState(compiled, output_ids)` is one sequence's place in its grammar. `fill(mask)` writes the next token's mask,
 int32 [mask_width(V)]; `accept(token_id)` takes the token that was sampled. A sequence ends when `is_over`: nothing but
-a stop token may follow. Where `is_stuck` no token is allowed at all, and the request has failed.
+a stop token may follow. Where `is_stuck` no token is allowed at all, and where `is_too_slow` it holds up all others:
+the request has failed.
 
 `apply_masks(logits, places, masks)` sets the logits of what is not allowed to minus infinity.
 

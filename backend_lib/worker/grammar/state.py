@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,9 @@ import numpy as np
 import torch
 
 from backend_lib.worker.grammar.mask import token_ids_of
+
+# What following a grammar may take in all: so much, and so much for each token.
+_SECONDS, _SECONDS_PER_TOKEN = 2.0, 0.02
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +43,7 @@ class GrammarState:
         self._matcher = GrammarMatcher(compiled.handle, override_stop_tokens=token_ids_of(compiled.stops) or None)
         self._mask = np.empty((1, len(compiled.stops)), dtype=np.int32)
         self._is_filled = False
+        self._seconds, self._num_accepted = 0.0, 0
         self._last_word = _last_word(compiled.vocab_size)
         for token_id in output_ids:
             if not self.accept(int(token_id)):
@@ -48,7 +53,10 @@ class GrammarState:
         """Take the next token. False, and nothing is changed, when the grammar does not allow it."""
         if self._matcher.is_terminated() or not 0 <= token_id < self._compiled.vocab_size:
             return False  # what xgrammar would write to stderr about
+        began = time.perf_counter()
         accepted = self._matcher.accept_token(token_id)
+        self._seconds += time.perf_counter() - began
+        self._num_accepted += accepted
         self._is_filled = self._is_filled and not accepted
         return accepted
 
@@ -70,6 +78,14 @@ class GrammarState:
         return not self._may_end and not self._next().any()
 
     @property
+    def is_too_slow(self) -> bool:
+        """It has cost the loop, and so every other sequence, more than any grammar should.
+
+        An ambiguous grammar has more readings with each token: `root ::= root root | "a"` takes 70 ms after 400.
+        """
+        return self._seconds > _SECONDS + _SECONDS_PER_TOKEN * self._num_accepted
+
+    @property
     def _may_end(self) -> bool:
         return self._matcher.is_terminated() or self._matcher.is_completed()
 
@@ -79,7 +95,9 @@ class GrammarState:
             if self._matcher.is_terminated():
                 self._mask[0] = self._compiled.stops
             else:
+                began = time.perf_counter()
                 self._matcher.fill_next_token_bitmask(self._mask)
+                self._seconds += time.perf_counter() - began
                 self._mask[0, -1] &= self._last_word
             self._is_filled = True
         return self._mask
