@@ -29,7 +29,7 @@ class Publisher:
         if sequence.finish:
             self._stamp("last_token_ns", sequence)
         if sequence.finish is FinishReason.ERROR:
-            self._set_error(sequence.slot, "no token is allowed by both the grammar and the request's other fields")
+            self._set_error(sequence.slot, sequence.error)
 
     def released(self, sequence: Sequence) -> None:
         """No step holds the sequence any more: its slot may be used again."""

@@ -53,6 +53,7 @@ class Sequence:
     num_planned: int = 0  # output tokens that planned steps have sampled or will sample
     output_len: int = 0
     finish: FinishReason = FinishReason.NONE
+    error: str = ""  # in words for the client, when that is the finish
     last_step: int = -1  # newest planned step that holds this sequence
     pausing: bool = False  # leaves the plans to give its KV to older sequences
     num_pauses: int = 0
@@ -156,17 +157,21 @@ class Sequence:
             self.finish = FinishReason.EOS
         elif token_id in self.stop_token_ids:
             self.finish = FinishReason.STOP_TOKEN
-        elif self.grammar_state is not None and not self._follow(self.grammar_state, token_id):
-            self.finish = FinishReason.ERROR
+        elif self.grammar_state is not None and (error := _error_of(self.grammar_state, token_id)):
+            self.finish, self.error = FinishReason.ERROR, error
         elif self.grammar_state is not None and self.grammar_state.is_over:
             self.finish = FinishReason.GRAMMAR
         elif self.output_len >= self.max_tokens:
             self.finish = FinishReason.LENGTH
 
-    def _follow(self, state: GrammarState, token_id: int) -> bool:
-        """False when it cannot go on: the request's other fields ban all that the grammar allows, or no token of this
-        vocabulary leads on."""
-        return state.accept(token_id) and not state.is_stuck
+
+def _error_of(state: GrammarState, token_id: int) -> str:
+    """Take the next token; why a sequence cannot go on with its grammar, if it cannot."""
+    if not state.accept(token_id):
+        return "no token is allowed by both the grammar and the request's other fields"
+    if state.is_stuck:
+        return "no token of this model leads to a text that the grammar allows"
+    return "the grammar takes too long to follow" if state.is_too_slow else ""
 
 
 def _grammar(params: dict[str, Any]) -> Grammar | None:

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import jsonschema
 import pytest
 
 from backend_lib.router.reply import ErrorKind
+from backend_lib.router.router import Router
 from tests.support.checkpoints import make_tiny_llama
 from tests.support.engine import Ask, assert_level, running_router, wait_until, worker_pid
 
@@ -64,35 +66,50 @@ def constrained(seed: int) -> Ask:
     return ask(seed, **kinds[seed % len(kinds)])
 
 
-@pytest.mark.parametrize("overlap", ["off", "on"])
-def test_constrained_rows_beside_others(folder, overlap: str) -> None:
+@pytest.fixture(scope="module")
+def router(folder) -> Iterator[Router]:
+    with running_router(folder, weights="fp32", max_running=12, kv_tokens=1200, overlap="on") as running:
+        first = ask(0, guided_regex="[ab]")
+        running.submit(first.inbound())
+        assert first.sender.wait(60).error is None  # what is loaded for the first grammar of all is there now
+        yield running
+
+
+def check_mixture(router: Router) -> None:
     asks = [constrained(seed) for seed in range(30)]
-    with running_router(folder, overlap=overlap, max_running=12, kv_tokens=1200) as router:
-        for each in asks:
-            router.submit(each.inbound())
-        for each in asks:
-            sender = each.sender.wait(60)
-            assert sender.error is None, sender.error
-            assert sender.finish.text in ("stop", "length")
-            assert sender.finish.text == "length" or matches(each), sender.text
-        assert sum(each.sender.finish.text == "stop" for each in asks) > 20
-        assert_level(router)
+    for each in asks:
+        router.submit(each.inbound())
+    for each in asks:
+        sender = each.sender.wait(60)
+        assert sender.error is None, sender.error
+        assert sender.finish.text in ("stop", "length")
+        assert sender.finish.text == "length" or matches(each), sender.text
+    assert sum(each.sender.finish.text == "stop" for each in asks) > 20
+    assert_level(router)
 
 
-def test_a_grammar_goes_on_in_another_worker(folder) -> None:
+def test_constrained_rows_beside_others(router) -> None:
+    check_mixture(router)
+
+
+def test_constrained_rows_beside_others_without_overlap(folder) -> None:
+    with running_router(folder, overlap="off", max_running=12, kv_tokens=1200) as router:
+        check_mixture(router)
+
+
+def test_a_grammar_goes_on_in_another_worker(router) -> None:
     """The undisturbed answers, and those of a worker that is killed midway."""
     answers = []
     for is_killed in (False, True):
         asks = [ask(seed, guided_regex="[a-z ]{80}") for seed in range(8)]
-        with running_router(folder, weights="fp32", max_running=8) as router:
-            for each in asks:
-                router.submit(each.inbound())
-            if is_killed:
-                wait_until(lambda asks=asks: asks[0].sender.num_tokens > 5)
-                os.kill(worker_pid(router), signal.SIGKILL)
-            answers.append([each.sender.wait(60).text for each in asks])
-            assert router._arena.epoch(0) == is_killed
-            assert_level(router)
+        for each in asks:
+            router.submit(each.inbound())
+        if is_killed:
+            wait_until(lambda asks=asks: asks[0].sender.num_tokens > 5)
+            os.kill(worker_pid(router), signal.SIGKILL)
+        answers.append([each.sender.wait(60).text for each in asks])
+    assert router._arena.epoch(0) == 1
+    assert_level(router)
     assert answers[0] == answers[1]
     assert all(re.fullmatch("[a-z ]{80}", text) for text in answers[0])
 
@@ -105,47 +122,41 @@ def test_a_grammar_goes_on_in_another_worker(folder) -> None:
         ({"guided_json": {"type": "no such type"}}, "JSON schema"),
     ],
 )
-def test_a_grammar_that_is_none_is_the_clients_mistake_within_a_second(folder, fields, words: str) -> None:
-    with running_router(folder) as router:
-        other = ask(1, max_tokens=60, temperature=0)
-        first = ask(0, guided_regex="[ab]")
-        router.submit(first.inbound())
-        first.sender.wait(30)  # what is loaded for the first grammar of all is there now
-        wrong = ask(0, **fields)
-        router.submit(other.inbound())
-        started = time.monotonic()
-        router.submit(wrong.inbound())
-        kind, text = wrong.sender.wait(10).error
-        assert kind is ErrorKind.INVALID_ARG and words in text
-        assert time.monotonic() - started < 1
-        assert other.sender.wait(30).error is None
-        assert_level(router)
+def test_a_grammar_that_is_none_is_the_clients_mistake_within_a_second(router, fields, words: str) -> None:
+    other = ask(1, max_tokens=60, temperature=0)
+    wrong = ask(0, **fields)
+    router.submit(other.inbound())
+    started = time.monotonic()
+    router.submit(wrong.inbound())
+    kind, text = wrong.sender.wait(10).error
+    assert kind is ErrorKind.INVALID_ARG and words in text
+    assert time.monotonic() - started < 1
+    assert other.sender.wait(30).error is None
+    assert_level(router)
 
 
-def test_what_takes_long_to_compile_holds_nobody_up(folder) -> None:
+def test_what_takes_long_to_compile_holds_nobody_up(router) -> None:
     """Optional properties take time that grows with the square of their number."""
-    schema = {"type": "object", "properties": {f"{number:x}": {} for number in range(5000)}}
-    with running_router(folder) as router:
-        heavy = ask(0, guided_json=json.dumps(schema), max_tokens=5)
-        router.submit(heavy.inbound())
-        others = [constrained(seed) for seed in range(10)]
-        for each in others:
-            router.submit(each.inbound())
-        gone = ask(2, guided_json=json.dumps(schema | {"title": "another"}))
-        router.submit(gone.inbound())
-        gone.sender.cancelled = True
-        assert gone.sender.wait(5).error[0] is ErrorKind.CANCELLED
-        for each in others:
-            assert each.sender.wait(30).error is None
-        assert not heavy.sender.done.is_set()
-        assert heavy.sender.wait(30).error is None and heavy.sender.text.startswith("{")
-        assert_level(router)
-
-
-def test_what_contradicts_its_own_grammar_ends_in_words(folder) -> None:
-    with running_router(folder) as router:
-        each = ask(0, guided_regex="[0-9]{3}", allowed_token_ids=[100, 101])
+    schema = {"type": "object", "properties": {f"{number:x}": {} for number in range(900)}}
+    heavy = ask(0, guided_json=json.dumps(schema), max_tokens=5)
+    router.submit(heavy.inbound())
+    gone = ask(2, guided_json=json.dumps(schema | {"title": "another"}))
+    router.submit(gone.inbound())
+    gone.sender.cancelled = True
+    others = [ask(seed, max_tokens=9) for seed in range(6)]
+    for each in others:
         router.submit(each.inbound())
-        kind, text = each.sender.wait(30).error
-        assert kind is ErrorKind.INTERNAL and "no token is allowed" in text
-        assert_level(router)
+    assert gone.sender.wait(5).error[0] is ErrorKind.CANCELLED
+    for each in others:
+        assert each.sender.wait(30).error is None
+    assert not heavy.sender.done.is_set()
+    assert heavy.sender.wait(30).error is None and heavy.sender.text.startswith("{")
+    assert_level(router)
+
+
+def test_what_contradicts_its_own_grammar_ends_in_words(router) -> None:
+    each = ask(0, guided_regex="[0-9]{3}", allowed_token_ids=[100, 101])
+    router.submit(each.inbound())
+    kind, text = each.sender.wait(30).error
+    assert kind is ErrorKind.INTERNAL and "no token is allowed" in text
+    assert_level(router)
