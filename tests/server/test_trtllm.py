@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import tritonclient.grpc as grpcclient
 
 from tests.support.clients import TIMEOUT, GrpcStream, HttpClient, Response, grpc_stream
+from tests.support.documents import run
 from tests.support.hashing import ENDLESS, PROMPT, PROMPT_IDS, answer, continuation
 from tests.support.server import RunningServer, running_server
 
@@ -72,6 +74,22 @@ def test_a_request_as_genai_perf_sends_it(grpc):
     assert "".join(response.outputs["text_output"][0][0].decode() for response in responses) == answer(8)
     assert {response.outputs["text_output"].shape for response in responses} == {(1, 1)}
     assert responses[-1].final and grpc.is_quiet(0.1)
+
+
+def test_perf_analyzer_as_genai_perf_starts_it(trtllm, tmp_path):
+    """The tool itself, with the flags of genai-perf's tensorrtllm mode."""
+    line = {"text_input": [PROMPT], "max_tokens": [16], "min_length": [16], "stream": [True]}
+    (tmp_path / "input.json").write_text(json.dumps({"data": [line | {"exclude_input_in_output": [True]}]}))
+    run(
+        f"{sys.executable} -m benchmarks.perf_analyzer -- -m llm -u {trtllm.grpc_url} -i grpc --streaming --async "
+        f"--shape max_tokens:1 --shape text_input:1 --input-data {tmp_path}/input.json --concurrency-range 2 "
+        f"--request-count 4 --profile-export-file {tmp_path}/profile.json"
+    )
+    (experiment,) = json.loads((tmp_path / "profile.json").read_text())["experiments"]
+    lengths = [
+        len("".join(each["text_output"] for each in asked["response_outputs"])) for asked in experiment["requests"]
+    ]
+    assert len(lengths) == 4 and all(length >= 14 for length in lengths), "special tokens have no text"
 
 
 def test_min_length_is_min_tokens(grpc):
