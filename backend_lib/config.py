@@ -64,6 +64,17 @@ class Settings:
     )
     prefill_chunk: int = _number(256, 1, 1 << 20, help="prompt tokens computed in one step")
     queue_size: int = _number(256, 1, 1 << 16, help="requests that may wait; one more is refused with UNAVAILABLE")
+    tool_parser: str = _choice(
+        "auto",
+        "none",
+        "hermes",
+        "llama3",
+        "mistral",
+        help="how the model writes calls of tools; `auto`: its template says",
+    )
+    reasoning_parser: str = _choice(
+        "auto", "none", "think", help="whether the model reasons between `<think>` marks; `auto`: its template says"
+    )
     default_max_tokens: int = _number(
         2048, 1, 1 << 24, help="output tokens when the request does not say, capped by the context"
     )

@@ -143,17 +143,23 @@ _TABLE = (
     Field(name="add_generation_prompt", kind=TRUTH, help="the conversation ends where the model is to speak"),
     Field(name="cancel", kind=TRUTH, help="end the requests that have this one's id; only as an input or a parameter"),
     _sampling(
-        "max_tokens", INTEGER, 1, INT32_MAX, "request_output_len",
+        "max_tokens", INTEGER, 1, INT32_MAX, "request_output_len", "sampling_param_max_tokens",
         help="output tokens at most; the server's default if not given",
     ),
     _sampling(
         "min_tokens", INTEGER, 0, INT32_MAX, "min_length",
         help="output tokens before anything but the length may end it",
     ),
-    _sampling("temperature", NUMBER, 0, 1e6, help="0 is greedy; below 1 sharpens, above 1 flattens"),
-    _sampling("top_k", INTEGER, -1, INT32_MAX, "runtime_top_k", help="draw from the k likeliest tokens; 0, -1: all"),
     _sampling(
-        "top_p", NUMBER, 0, 1, "runtime_top_p", above=True,
+        "temperature", NUMBER, 0, 1e6, "sampling_param_temperature",
+        help="0 is greedy; below 1 sharpens, above 1 flattens",
+    ),
+    _sampling(
+        "top_k", INTEGER, -1, INT32_MAX, "runtime_top_k", "sampling_param_top_k",
+        help="draw from the k likeliest tokens; 0, -1: all",
+    ),
+    _sampling(
+        "top_p", NUMBER, 0, 1, "runtime_top_p", "sampling_param_top_p", above=True,
         help="draw from the fewest tokens that hold this probability",
     ),
     _sampling("min_p", NUMBER, 0, 1, help="draw from tokens of at least this share of the likeliest one's probability"),
@@ -161,24 +167,33 @@ _TABLE = (
         "repetition_penalty", NUMBER, 1e-4, 1e6,
         help="divides the logits, or multiplies the negative ones, of tokens in prompt and output",
     ),
-    _sampling("presence_penalty", NUMBER, -2, 2, help="taken from the logits of tokens in the output"),
     _sampling(
-        "frequency_penalty", NUMBER, -2, 2,
+        "presence_penalty", NUMBER, -2, 2, "sampling_param_presence_penalty",
+        help="taken from the logits of tokens in the output",
+    ),
+    _sampling(
+        "frequency_penalty", NUMBER, -2, 2, "sampling_param_frequency_penalty",
         help="taken from the logits of tokens in the output as often as they are there",
     ),
     _sampling("logit_bias", BIAS, -100, 100, count=MAX_BIAS, help="token ids and what is added to their logits"),
     _sampling("bad_words", STRINGS, 1, MAX_STOP_CHARS, "bad", help="texts that the output must not contain"),
     _sampling("allowed_token_ids", TOKEN_IDS, count=None, help="the only tokens; an empty list is all"),
     _sampling(
-        "seed", INTEGER, -(1 << 63), (1 << 64) - 1, "random_seed",
+        "seed", INTEGER, -(1 << 63), (1 << 64) - 1, "random_seed", "sampling_param_seed",
         help="repeats a draw; -1 is none, other negatives wrap",
     ),
     _sampling("ignore_eos", TRUTH, help="go on after the end-of-sequence token"),
     _sampling(
         "n", INTEGER, 1, MAX_N, "num_return_sequences", help="sequences to draw from the prompt, which is computed once"
     ),
-    Field(name="best_of", kind=INTEGER, low=1, high=MAX_N, help="as many as `n`: none is drawn to be dropped"),
-    _sampling("stop", STRINGS, 1, MAX_STOP_CHARS, "stop_words", help="texts that end the output, without them"),
+    Field(
+        name="best_of", aliases=("sampling_param_best_of",), kind=INTEGER, low=1, high=MAX_N,
+        help="as many as `n`: none is drawn to be dropped",
+    ),
+    _sampling(
+        "stop", STRINGS, 1, MAX_STOP_CHARS, "stop_words", "sampling_param_stop",
+        help="texts that end the output, without them",
+    ),
     _sampling("stop_token_ids", TOKEN_IDS, 0, 1, "end_id", help="token ids that end the output"),
     _sampling("include_stop_str_in_output", TRUTH, help="the output keeps the stop string, or token, that ended it"),
     _sampling("skip_special_tokens", TRUTH, help="special tokens have no text"),
@@ -213,6 +228,7 @@ _TABLE = (
     _request("disable_prompt_cache", TRUTH, "disable_prompt_cache", help="do not read or fill the prefix cache"),
     Field(
         name="exclude_input_in_output",
+        aliases=("sampling_param_exclude_input_from_output",),
         kind=TRUTH,
         help="leave the prompt out; without streaming it comes first",
     ),

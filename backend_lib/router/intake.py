@@ -99,7 +99,7 @@ class Intake:
         )
         template = ChatTemplate.of(checkpoint)
         self._prompts = Prompts(checkpoint, template)
-        self._readers = ReplyReaders(checkpoint, template)
+        self._readers = ReplyReaders(settings, checkpoint, template)
         self._slots = arena.slots
         self._pool = pool
         self._ring = ring

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from backend_lib.checkpoint import Checkpoint
+from backend_lib.config import Settings
 from backend_lib.request import GenerationRequest, OutputOptions
 from backend_lib.router.chat import ChatTemplate, ReplyFormat
 from backend_lib.router.conversation import Conversation
@@ -16,9 +17,11 @@ from backend_lib.router.token_outputs import TokenOutputs, token_text
 class ReplyReaders:
     """Gives each stream its own. Threads may share it."""
 
-    def __init__(self, checkpoint: Checkpoint, template: ChatTemplate) -> None:
+    def __init__(self, settings: Settings, checkpoint: Checkpoint, template: ChatTemplate) -> None:
         self._tokenizer = checkpoint.tokenizer
-        self._format = ReplyFormat.of(template)
+        self.format = ReplyFormat.of(
+            template, tool_parser=settings.tool_parser, reasoning_parser=settings.reasoning_parser
+        )
         self._token_text = token_text(checkpoint.tokenizer)
 
     def begin(
@@ -46,12 +49,12 @@ class ReplyReaders:
 
     def _reads_special_tokens(self, output: OutputOptions) -> bool:
         """Whether what takes the reply apart looks for tokens that have no text otherwise."""
-        return _sees_parts(output) and self._format.needs_special_tokens(
+        return _sees_parts(output) and self.format.needs_special_tokens(
             self._tokenizer, tools=output.tool_calls, reasoning=output.reasoning_content
         )
 
     def _conversation(self, request: GenerationRequest, seed: int, index: int) -> Conversation:
-        parser = self._format.parser(
+        parser = self.format.parser(
             prompt=request.text,
             seed=seed,
             sequence=index,

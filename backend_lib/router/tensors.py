@@ -16,7 +16,7 @@ BATCH_SIZES = {VLLM: 0, TRTLLM: 1}  # with 1 every tensor has a batch dimension,
 STOP = "stop"  # texts under one contract, an order to end a request under the other
 
 _TYPES = {TRUTH: "TYPE_BOOL", INTEGER: "TYPE_INT32", NUMBER: "TYPE_FP32", TOKEN_IDS: "TYPE_INT32"}
-_TYPES_BY_NAME = {"seed": "TYPE_UINT64", "random_seed": "TYPE_UINT64"}
+_TYPES_BY_NAME = dict.fromkeys(("seed", "random_seed", "sampling_param_seed"), "TYPE_UINT64")
 
 _COMMON = (
     *("stream", "sampling_parameters", "exclude_input_in_output", "cancel", "stop_words", "bad_words", "image"),
