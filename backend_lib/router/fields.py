@@ -11,7 +11,7 @@ from typing import Any
 
 from backend_lib.request import GenerationRequest, OutputOptions, SamplingParams
 from backend_lib.router import grammars
-from backend_lib.router.kinds import BIAS, CHOICE, COUNT, INTEGER, JSON, NUMBER, STRINGS, TOKEN_IDS, TRUTH, Kind
+from backend_lib.router.kinds import BIAS, CHOICE, COUNT, INTEGER, JSON, NUMBER, STRINGS, TEXTS, TOKEN_IDS, TRUTH, Kind
 
 INT32_MAX = (1 << 31) - 1
 MAX_LIST = 64
@@ -101,7 +101,7 @@ class Field:
         """What is allowed, given the words for the vocabulary's last id and for how many there may be."""
         first, high = _written(self.low), _written(self.high)
         span = f"above {first} up to {high}" if self.above else f"from {first} to {high}"
-        return self.kind.words.format(span=span, count=count, last=last)
+        return self.kind.words.format(span=span, count=count, last=last, most=high)
 
 
 def _written(bound: float) -> str:
@@ -176,7 +176,7 @@ _TABLE = (
         help="taken from the logits of tokens in the output as often as they are there",
     ),
     _sampling("logit_bias", BIAS, -100, 100, count=MAX_BIAS, help="token ids and what is added to their logits"),
-    _sampling("bad_words", STRINGS, 1, MAX_STOP_CHARS, "bad", help="texts that the output must not contain"),
+    _sampling("bad_words", TEXTS, 0, MAX_STOP_CHARS, "bad", help="texts that the output must not contain"),
     _sampling("allowed_token_ids", TOKEN_IDS, count=None, help="the only tokens; an empty list is all"),
     _sampling(
         "seed", INTEGER, -(1 << 63), (1 << 64) - 1, "random_seed", "sampling_param_seed",
@@ -191,7 +191,7 @@ _TABLE = (
         help="as many as `n`: none is drawn to be dropped",
     ),
     _sampling(
-        "stop", STRINGS, 1, MAX_STOP_CHARS, "stop_words", "sampling_param_stop",
+        "stop", TEXTS, 0, MAX_STOP_CHARS, "stop_words", "sampling_param_stop",
         help="texts that end the output, without them",
     ),
     _sampling("stop_token_ids", TOKEN_IDS, 0, 1, "end_id", help="token ids that end the output"),

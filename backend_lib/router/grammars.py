@@ -42,8 +42,8 @@ def read_ebnf(raw: Any) -> Grammar:
 
 
 def read_choices(raw: Any) -> Grammar:
-    """A client that gives choices as text gives a JSON list; any other text is the only choice."""
-    choices = read_strings(raw)
+    """A client that gives choices as text gives a JSON list; text that does not begin like one is the only choice."""
+    choices = read_strings(raw, "[")
     if not choices or not all(choices):
         raise Explained("there is none, or an empty one")
     return _grammar(GrammarKind.CHOICE, dump_json(choices))

@@ -87,22 +87,37 @@ def read_text(raw: Any) -> str:
     return raw
 
 
-def read_strings(raw: Any) -> tuple[str, ...]:
-    """Strings from a list, or from one string, which is itself the only one unless it is a JSON list of strings."""
+def read_strings(raw: Any, opening: str = '["') -> tuple[str, ...]:
+    """Strings from a list, or from one string, which is itself the only one unless it is a JSON list of strings.
+
+    Args:
+        opening: what text begins with that means to be such a list; if it is none, that is a mistake.
+    """
     if isinstance(raw, str):
-        raw = _json_strings(raw)
+        raw = _json_strings(raw, opening)
     if not isinstance(raw, list):
         raise ValueError("not strings")
     return tuple(read_text(item) for item in raw)
 
 
-def _json_strings(text: str) -> list[str]:
+def _json_strings(text: str, opening: str) -> list[str]:
     """The generate endpoint refuses lists as parameters, so clients send them as JSON text."""
     try:
-        value = load_json(text) if text.lstrip().startswith("[") else text
+        value = load_json(text) if text.lstrip().startswith("[") else None
     except ValueError:
-        return [text]
-    return value if isinstance(value, list) and all(isinstance(item, str) for item in value) else [text]
+        value = None
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return value
+    if "".join(text.split()).startswith(opening):
+        raise Explained("it begins like a JSON list of strings, and is none")
+    return [text]
+
+
+def read_texts(raw: Any) -> tuple[str, ...]:
+    """Strings, of which empty ones are nothing: clients of tensorrtllm_backend send "", [""] and [[""]] for none."""
+    if isinstance(raw, list) and len(raw) == 1 and isinstance(raw[0], list):
+        raw = raw[0]  # its batch dimension
+    return tuple(filter(None, read_strings(raw)))
 
 
 def read_integers(raw: Any) -> tuple[int, ...]:
@@ -150,7 +165,8 @@ class Kind:
 
     Attributes:
         name: in the table of fields.
-        words: what an error says is allowed; `{span}` is a field's bounds, `{count}` how many, `{last}` the last id.
+        words: what an error says is allowed; `{span}` is a field's bounds, `{most}` the upper one, `{count}` how
+            many, `{last}` the last id.
         read: turns a client's value into ours. Raises ValueError.
         measures: the numbers of a value that must lie in the field's bounds.
         token_ids: those of its numbers that must be in the vocabulary.
@@ -183,6 +199,13 @@ STRINGS = Kind(
     "strings",
     "a string or a list of at most {count} strings, each {span} characters long",
     read_strings,
+    lambda value: map(len, value),
+    is_list=True,
+)
+TEXTS = Kind(
+    "strings",
+    "a string or a list of at most {count} strings, each at most {most} characters long",
+    read_texts,
     lambda value: map(len, value),
     is_list=True,
 )

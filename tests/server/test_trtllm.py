@@ -165,6 +165,19 @@ def test_the_generate_endpoint(http):
     assert http.generate(None, **in_json)["text_output"] == PROMPT + answer(3)
 
 
+def test_the_request_that_tensorrtllm_backend_documents(trtllm):
+    body = '{"text_input":"What is machine learning?","max_tokens":20,"bad_words":"","stop_words":""}'
+    body = body.replace("What is machine learning?", PROMPT)  # the test model knows no ASCII
+    said = json.loads(run(f"curl -s -X POST {trtllm.http_url}/v2/models/llm/generate -d '{body}'"))
+    assert said["text_output"].startswith(PROMPT) and len(said["text_output"]) > len(PROMPT)
+
+
+@pytest.mark.parametrize("none", ["", [""], [[""]], ["", ""]])
+def test_empty_words_are_none(http, none):
+    body = {"text_input": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    assert http.generate(None, **body, bad_words=none, stop_words=none)["text_output"] == PROMPT + answer(8)
+
+
 def test_what_is_wrong_is_said_in_words(grpc, http):
     assert "'max_tokens' is 0; allowed is a whole number from 1" in grpc.error(
         None, **batched(text_input=PROMPT, max_tokens=0)

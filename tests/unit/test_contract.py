@@ -332,7 +332,7 @@ def test_bad_max_tokens(raw):
         ("seed", [*NO_NUMBER, 2.5, str(2**64), str(-(2**63) - 1)]),
         ("ignore_eos", ["yes", "", 2, 0.5, 1.0, "2"]),
         ("stream", ["on", -1]),
-        ("stop", ["", '[""]', "x" * 1025, 5, 1.5, True, json.dumps(["x"] * 65)]),
+        ("stop", ['[""', "x" * 1025, 5, 1.5, True, json.dumps(["x"] * 65)]),
         ("stop_token_ids", [-1, VOCAB, "[1, -1]", "[1.5]", "x", '["x"]', "[[1]]", "[true]", "[" * 9000, str([1] * 65)]),
         ("stream_interval", [0, -1, "x", True]),
         ("exclude_input_in_output", ["maybe", 3]),

@@ -249,7 +249,13 @@ def test_what_is_no_grammar_or_more_than_one(value, words):
             "a JSON object of at most 1024 token ids from 0 to 1023, each with a number from -100 to 100",
         ),
         ("allowed_token_ids", [[1024], [-1], [1] * 1025, "x"], "a list of at most 1024 whole numbers, each from 0"),
-        ("bad_words", [[""], ["x"] * 65, ["x" * 1025], [5]], "a string or a list of at most 64 strings, each from 1"),
+        (
+            "bad_words",
+            [["x"] * 65, ["x" * 1025], [5], '["a"', '["a", 1]', ' [ "a"]]', [["a"], ["b"]], [[[""]]]],
+            "a string or a list of at most 64 strings, each at most 1024 characters long",
+        ),
+        ("stop", ['["a",', '[""'], "(it begins like a JSON list of strings, and is none)"),
+        ("guided_choice", ["[1, 2]", "[", "[a, b]", ' ["a"'], "(it begins like a JSON list of strings, and is none)"),
         ("length_penalty", [0.5], "only 1 is supported"),
         ("beam_width", [2], "only 1 is supported"),
         ("use_beam_search", [True], "only false is supported"),
@@ -273,6 +279,20 @@ def test_what_is_off_may_be_said():
         "pad_id": 2,
     }
     assert in_json(**off) == PLAIN
+
+
+@pytest.mark.parametrize("name", ["stop", "stop_words", "bad_words", "bad"])
+def test_empty_texts_are_none(name):
+    attribute = FIELDS[ALIASES.get(name, name)].attribute
+    for none in ("", [""], [[""]], [], ["", ""], '[""]', '[[""]]'[1:-1]):
+        assert in_json(**{name: none}) == PLAIN
+    assert getattr(in_json(**{name: ["", "a"]}).sampling, attribute) == ("a",)
+    assert getattr(in_json(**{name: [["a", "b"]]}).sampling, attribute) == ("a", "b")
+
+
+@pytest.mark.parametrize("text", ["[", "[INST]", "[1, 2]", "[]]", 'a["', '"['])
+def test_a_stop_string_may_begin_with_a_bracket(text):
+    assert in_json(stop=text).sampling.stop == parse(stop=text).sampling.stop == (text,)
 
 
 def test_lists_of_ids_may_be_as_long_as_the_vocabulary():
