@@ -87,10 +87,16 @@ def response(replies: list[Reply], news: list[int] | None = None, contract: str 
         replies: of each sequence.
         news: where a request has several sequences, those that have something new.
     """
-    arrays = _arrays(replies, news)
     if contract != TRTLLM:
-        return arrays
-    return {name: array[np.newaxis] for name, array in (arrays | _of_trtllm(replies)).items()}
+        return _arrays(replies, news)
+    # Its clients read one sequence per response, the one that `sequence_index` names.
+    replies = replies if news is None else [replies[index] for index in news]
+    arrays = _arrays(replies, news) | _of_trtllm(replies)
+    return {name: array if name in _FLAT else array[np.newaxis] for name, array in arrays.items()}
+
+
+# What tensorrtllm_backend sends without a batch dimension, whatever it declares; Triton does not compare.
+_FLAT = ("text_output",)
 
 
 def _of_trtllm(replies: list[Reply]) -> dict[str, np.ndarray]:

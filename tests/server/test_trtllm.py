@@ -71,8 +71,8 @@ def test_the_model_has_a_batch_dimension(trtllm):
 def test_a_request_as_genai_perf_sends_it(grpc):
     """Its tensorrtllm mode: text_input and max_tokens of shape [1, 1], streamed."""
     responses = ask(grpc, stream=True)
-    assert "".join(response.outputs["text_output"][0][0].decode() for response in responses) == answer(8)
-    assert {response.outputs["text_output"].shape for response in responses} == {(1, 1)}
+    assert "".join(response.outputs["text_output"][0].decode() for response in responses) == answer(8)
+    assert {response.outputs["text_output"].shape for response in responses} == {(1,)}
     assert responses[-1].final and grpc.is_quiet(0.1)
 
 
@@ -115,15 +115,31 @@ def test_min_length_is_min_tokens(grpc):
 def test_each_name_is_obeyed(grpc, given, text):
     request = {"text_input": PROMPT, "exclude_input_in_output": True, "temperature": 0.0} | given
     responses = grpc.ask(None, **batched(**request), parameters={"ignore_eos": True})
-    assert "".join(response.outputs["text_output"][0][0].decode() for response in responses) == text
+    assert "".join(response.outputs["text_output"][0].decode() for response in responses) == text
 
 
 def test_sequences_and_their_ids(grpc):
     (response,) = ask(grpc, num_return_sequences=2, return_output_ids=True, return_num_input_tokens=True)
-    assert response.outputs["text_output"].tolist() == [[answer(8).encode()] * 2]
+    assert response.outputs["text_output"].tolist() == [answer(8).encode()] * 2
     assert response.outputs["output_ids"].tolist() == [continuation(PROMPT_IDS, 8) * 2]
     assert response.outputs["num_output_tokens"].tolist() == [[8, 8]]
     assert response.outputs["num_input_tokens"].tolist() == [[len(PROMPT_IDS)]]
+
+
+def test_streamed_sequences_come_one_by_one(grpc):
+    """As tensorrtllm_backend's client reads them: one element, and whose it is."""
+    responses = ask(grpc, stream=True, num_return_sequences=3, return_num_output_tokens=True, return_log_probs=True)
+    texts, counts, sums = [""] * 3, [0] * 3, [0.0] * 3
+    for response in responses:
+        index = response.outputs["sequence_index"][0][0]
+        texts[index] += response.outputs["text_output"][0].decode()
+        counts[index] += response.outputs["num_output_tokens"][0][0]
+        sums[index] += response.outputs["output_log_probs"][0][0].sum()
+        assert sums[index] == pytest.approx(response.outputs["cum_log_probs"][0][0], rel=1e-5)
+        shapes = {name: array.shape for name, array in response.outputs.items()}
+        assert (shapes["text_output"], shapes["sequence_index"], shapes["cum_log_probs"]) == ((1,), (1, 1), (1, 1))
+    assert (texts, counts) == ([answer(8)] * 3, [8] * 3)
+    assert [response.final for response in responses] == [False] * (len(responses) - 1) + [True]
 
 
 def test_log_probabilities_under_their_names(grpc):
@@ -141,7 +157,7 @@ def test_a_prompt_of_ids_with_its_length(grpc):
     """As for the model `tensorrt_llm` alone."""
     request = {"input_ids": [*PROMPT_IDS, 0, 0], "input_lengths": 3, "request_output_len": 6, "temperature": 0.0}
     (response,) = grpc.ask(None, **batched(**request, exclude_input_in_output=True), parameters={"ignore_eos": True})
-    assert response.outputs["text_output"].tolist() == [[answer(6).encode()]]
+    assert response.outputs["text_output"].tolist() == [answer(6).encode()]
 
 
 def test_stop_ends_a_request(grpc, trtllm):
@@ -153,7 +169,7 @@ def test_stop_ends_a_request(grpc, trtllm):
         assert response.final and not response.error
         assert "the request was cancelled" in running.rest()[-1].error
     assert "the request id is missing" in grpc.error(None, **batched(stop=True))
-    assert ask(grpc, stop=False)[0].outputs["text_output"][0][0].decode() == answer(8)
+    assert ask(grpc, stop=False)[0].outputs["text_output"][0].decode() == answer(8)
 
 
 def test_the_generate_endpoint(http):
