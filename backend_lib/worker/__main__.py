@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import ctypes
 import logging
 import os
-import signal
 import sys
 import traceback
 
 from backend_lib.arena import Arena, Doorbell, StatusBlock
 from backend_lib.worker import crash_points
-
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+from backend_lib.worker.parent import die_with_parent
 
 
 def main() -> None:
     args = _arguments()
-    _die_with_parent(args.parent)
+    die_with_parent(args.parent)
     logging.basicConfig(level=logging.INFO, format="tandem worker %(process)d: %(message)s", stream=sys.stderr)
     arena = Arena.attach(args.arena)
     status = arena.status(args.group, args.rank)
@@ -62,13 +59,6 @@ def _arguments() -> argparse.Namespace:
     }.items():
         parser.add_argument(f"--{name}", type=int, required=True, help=text)
     return parser.parse_args()
-
-
-def _die_with_parent(parent: int) -> None:
-    """Ask for SIGKILL when the router ends, and look once, since it may have ended before the request."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        sys.exit("the router is gone")
 
 
 if __name__ == "__main__":

@@ -77,14 +77,19 @@ class InferLoop:
 
     def _admit_prepared(self, slot: int, generation: int, error: str) -> None:
         """Its grammar is compiled, or cannot be; unless it has been aborted meanwhile."""
+        taken = self._preparation.take(slot, generation)
+        if taken is None:
+            return
+        sequence, grammar = taken
         try:
-            sequence = self._preparation.take(slot, generation)
-            if sequence is not None and not error:
+            if grammar is not None:
+                self._publisher.begun(slot)  # to follow what has been published takes time, for which it answers
+                sequence.follow(grammar)
                 self._scheduler.add(sequence)
+                return
         except ValueError as problem:
             error = str(problem)
-        if sequence is not None and error:
-            self._publisher.failed(slot, generation, error, FinishReason.INVALID)
+        self._publisher.failed(slot, generation, error, FinishReason.INVALID)
 
     def _abort(self, command: Command) -> None:
         gone = self._preparation.abort(command.slot, command.generation)

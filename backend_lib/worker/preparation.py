@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from backend_lib.arena import SlotRef
 from backend_lib.worker.agreement import Prepared
-from backend_lib.worker.grammar import CompiledGrammar, GrammarCompiler, GrammarState
+from backend_lib.worker.grammar import CompiledGrammar, GrammarCompiler
 from backend_lib.worker.sequence import Sequence
 
 
@@ -17,11 +17,14 @@ class Preparation:
         self._grammars: dict[SlotRef, CompiledGrammar] = {}  # of those that are done, until they are taken out
 
     def begin(self, sequence: Sequence) -> None:
-        """Compile its grammar, beside the loop."""
+        """Compile its grammar, beside the loop. Raises ValueError when that cannot be begun."""
         assert sequence.grammar is not None
         ref = SlotRef(sequence.slot, sequence.generation)
+        try:
+            self._compiler.submit(ref, sequence.grammar)
+        except RuntimeError as error:
+            raise ValueError(str(error)) from None
         self._sequences[ref] = sequence
-        self._compiler.submit(ref, sequence.grammar)
 
     def done(self) -> list[Prepared]:
         """Those that have been compiled, or cannot be, since the last call."""
@@ -33,17 +36,12 @@ class Preparation:
             found.append(Prepared(ref.slot, ref.generation, error))
         return found
 
-    def take(self, slot: int, generation: int) -> Sequence | None:
-        """A sequence that is ready to start. None when it has been aborted meanwhile.
-
-        Raises ValueError when its grammar does not allow what an earlier worker has published.
-        """
+    def take(self, slot: int, generation: int) -> tuple[Sequence, CompiledGrammar | None] | None:
+        """A sequence that is done, and its grammar if there is one. None when it has been aborted meanwhile."""
         ref = SlotRef(slot, generation)
-        sequence, grammar = self._sequences.pop(ref, None), self._grammars.pop(ref, None)
-        if sequence is not None and grammar is not None:
-            published = sequence.output_ids[: sequence.output_len].tolist()
-            sequence.grammar_state = GrammarState(grammar, published)
-        return sequence
+        grammar = self._grammars.pop(ref, None)
+        sequence = self._sequences.pop(ref, None)
+        return None if sequence is None else (sequence, grammar)
 
     def abort(self, slot: int, generation: int) -> Sequence | None:
         """Forget a sequence, and return it. None: it is not here."""

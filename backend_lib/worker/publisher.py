@@ -38,8 +38,12 @@ class Publisher:
     def started(self, sequence: Sequence) -> None:
         """The sequence has its row. A new worker stamps anew, which the router looks for; a pause does not."""
         if not sequence.num_pauses:
-            self._stamp("first_scheduled_ns", sequence)
+            self.begun(sequence.slot)
             self._slots.headers["cached_tokens"][sequence.slot] = len(sequence.cached_indices)
+
+    def begun(self, slot: int) -> None:
+        """From now on the worker's death may be this sequence's doing."""
+        self._slots.headers["first_scheduled_ns"][slot] = np.uint64(time.time_ns())
 
     def failed(self, slot: int, generation: int, error: str, finish: FinishReason = FinishReason.ERROR) -> None:
         """A sequence that could not be prepared: an error, and nothing held."""

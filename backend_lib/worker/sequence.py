@@ -10,7 +10,7 @@ import numpy as np
 
 from backend_lib.arena import SlotRef, SlotTable
 from backend_lib.request import FinishReason, Grammar, GrammarKind
-from backend_lib.worker.grammar import GrammarState
+from backend_lib.worker.grammar import CompiledGrammar, GrammarState
 from backend_lib.worker.logit_rules import LogitRules
 from backend_lib.worker.prefix_cache import Node
 
@@ -101,6 +101,13 @@ class Sequence:
             stop_token_ids=frozenset(params["stop_token_ids"]),
             output_len=published.output_len if published else 0,
         )
+
+    def follow(self, grammar: CompiledGrammar) -> None:
+        """Match the output with a grammar, from what has been published on.
+
+        Raises ValueError when the grammar does not allow that, or takes too long to follow it.
+        """
+        self.grammar_state = GrammarState(grammar, self.output_ids[: self.output_len].tolist())
 
     def rewind(self) -> None:
         """Begin again from the tokens published so far, holding nothing: the sequence has been paused."""

@@ -14,6 +14,7 @@ from backend_lib.checkpoint import open_checkpoint
 from backend_lib.request import Grammar, GrammarKind
 from backend_lib.worker.grammar import Compiled, GrammarCompiler, GrammarState
 from backend_lib.worker.grammar.cache import ResultCache
+from backend_lib.worker.grammar.results import Refusal
 
 # Each takes far longer, or more memory, than anybody should wait for.
 EBNF_STARS = "root ::= " + " ".join(f'("a" | "b{i}")*' for i in range(3000))
@@ -171,6 +172,32 @@ def test_a_process_that_was_killed_is_started_again(asking):
     assert asking.probe.pid != before.pid
 
 
+def test_a_process_that_hangs_is_replaced(asking, monkeypatch):
+    monkeypatch.setattr("backend_lib.worker.grammar.prober._PATIENCE", 2.0)
+    before = asking.probe
+    before.suspend()
+    assert asking.ask("choice", '["after the hang"]').grammar
+    assert not before.is_running() and asking.probe.pid != before.pid
+
+
+def wait_for_children(asking, known: set[psutil.Process]) -> set[psutil.Process]:
+    """Of the process, that are not known yet."""
+    wait_until(lambda: set(asking.probe.children()) - known)
+    return set(asking.probe.children()) - known
+
+
+def test_what_was_killed_while_it_was_tried_is_tried_again_and_never_refused_for_good(asking):
+    source = 'root ::= "tried again" ' + EBNF_STARS.removeprefix("root ::= ")
+    asking.submit("killed", "ebnf", source)
+    (first,) = wait_for_children(asking, set())
+    first.kill()
+    (second,) = wait_for_children(asking, {first})
+    second.kill()
+    error = asking.wait("killed").error
+    assert error == "the grammar cannot be used now: the process that tries grammars out was ended"
+    assert asking.ask("ebnf", source).error == "the grammar cannot be used: it takes more than 5 s to compile"
+
+
 def test_the_process_ends_with_its_worker():
     asking = Asking()
     assert asking.ask("json_object").grammar
@@ -183,9 +210,10 @@ def test_the_process_ends_with_its_worker():
 def test_the_cache_forgets_what_was_used_longest_ago():
     cache = ResultCache(3000)
     grammars = [Grammar(kind=GrammarKind.REGEX, source=f"{i}" * 400) for i in range(4)]
+    no = Refusal("no")
     for grammar in grammars[:3]:
-        cache.put(grammar, "no")
-    assert cache.get(grammars[0]) == "no"
-    cache.put(grammars[3], "no")
-    assert [cache.get(each) for each in grammars] == ["no", None, "no", "no"]
+        cache.put(grammar, no)
+    assert cache.get(grammars[0]) == no
+    cache.put(grammars[3], no)
+    assert [cache.get(each) for each in grammars] == [no, None, no, no]
     assert cache.num_bytes <= 3000

@@ -16,7 +16,7 @@ import pytest
 
 from backend_lib.router.reply import ErrorKind
 from backend_lib.router.router import Router
-from tests.support.checkpoints import make_tiny_llama
+from tests.support.checkpoints import make_tiny_llama, tiny_tokenizer
 from tests.support.engine import Ask, assert_level, running_router, wait_until, worker_pid
 
 SCHEMA = {
@@ -28,6 +28,7 @@ SCHEMA = {
 DIGITS = "[0-9]{3}-[0-9]{4}"
 CHOICES = ["north", "north-east", "über"]
 EBNF = 'root ::= "<" [ab]+ ">"'
+AMBIGUOUS = 'root ::= s s s s "b"\ns ::= s s | "a" | "aa" | "aaa" | "a" s "a"'  # endless where there is no b
 FIELDS = {"exclude_input_in_output": True, "temperature": 1.5, "max_tokens": 200, "ignore_eos": True}
 
 
@@ -108,7 +109,6 @@ def test_a_grammar_goes_on_in_another_worker(router) -> None:
             wait_until(lambda asks=asks: asks[0].sender.num_tokens > 5)
             os.kill(worker_pid(router), signal.SIGKILL)
         answers.append([each.sender.wait(60).text for each in asks])
-    assert router._arena.epoch(0) == 1
     assert_level(router)
     assert answers[0] == answers[1]
     assert all(re.fullmatch("[a-z ]{80}", text) for text in answers[0])
@@ -151,6 +151,24 @@ def test_what_takes_long_to_compile_holds_nobody_up(router) -> None:
         assert each.sender.wait(30).error is None
     assert not heavy.sender.done.is_set()
     assert heavy.sender.wait(30).error is None and heavy.sender.text.startswith("{")
+    assert_level(router)
+
+
+def test_a_grammar_that_is_slow_to_follow_ends_alone_also_after_a_death(router) -> None:
+    """Others go on; and no worker is ended as one that hangs, for what it would have to follow anew."""
+    letter_a = tiny_tokenizer().encode("a").ids
+    slow = [ask(seed, guided_grammar=AMBIGUOUS, allowed_token_ids=letter_a, max_tokens=200) for seed in range(12)]
+    other = ask(1, max_tokens=190, temperature=0)
+    before = router._arena.epoch(0)
+    for each in (*slow, other):
+        router.submit(each.inbound())
+    wait_until(lambda: other.sender.num_tokens > 20)
+    os.kill(worker_pid(router), signal.SIGKILL)
+    assert other.sender.wait(60).error is None
+    for each in slow:
+        kind, text = each.sender.wait(60).error
+        assert kind in (ErrorKind.INTERNAL, ErrorKind.INVALID_ARG) and "too long to follow" in text
+    assert router._arena.epoch(0) == before + 1
     assert_level(router)
 
 

@@ -10,6 +10,7 @@ to write and 3 s to read.
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections.abc import Callable, Hashable
@@ -18,9 +19,12 @@ from typing import NamedTuple
 from backend_lib.checkpoint import Checkpoint
 from backend_lib.request import Grammar, GrammarKind
 from backend_lib.worker.grammar.cache import ResultCache
-from backend_lib.worker.grammar.prober import NOT_BEGUN, Attempt
+from backend_lib.worker.grammar.prober import Attempt
+from backend_lib.worker.grammar.results import Refusal, Result
 from backend_lib.worker.grammar.state import CompiledGrammar
 from backend_lib.worker.grammar.tools import Tools
+
+log = logging.getLogger("tandem")
 
 _LANES = 2  # grammars compiled at the same time: one that takes its 5 s does not hold up all others
 _STACK = 32 << 20  # more than the probe's: what it could do must be possible here
@@ -51,8 +55,12 @@ class GrammarCompiler:
         self._lanes: list[threading.Thread] = []
 
     def submit(self, key: Hashable, grammar: Grammar) -> None:
-        """`key` is the caller's, and in use once only until it is taken or cancelled."""
+        """`key` is the caller's, and in use once only until it is taken or cancelled.
+
+        Raises RuntimeError when no thread can be started.
+        """
         with self._lock:
+            self._start_lanes()
             result = self._cache.get(grammar)
             if result is not None:
                 self._done.append(_compiled(key, result))
@@ -61,7 +69,6 @@ class GrammarCompiler:
             else:
                 self._keys[grammar] = [key]
                 self._queue.put(grammar)
-            self._start_lanes()
         if result is not None:
             self._on_done()
 
@@ -110,8 +117,6 @@ class GrammarCompiler:
     def _run(self) -> None:
         while grammar := self._queue.get():
             result = self._compile(grammar)
-            if isinstance(result, str):
-                result = f"the {_NAMES[grammar.kind]} cannot be used: {result}"
             with self._lock:
                 keys = self._keys[grammar]
                 if result is None and keys:
@@ -119,39 +124,53 @@ class GrammarCompiler:
                     continue
                 del self._keys[grammar]
                 if result is not None:
-                    self._cache.put(grammar, result)
+                    if not isinstance(result, Refusal) or result.is_lasting:
+                        self._cache.put(grammar, result)
                     self._done.extend(_compiled(key, result) for key in keys)
             if keys:
                 self._on_done()
 
-    def _compile(self, grammar: Grammar) -> CompiledGrammar | str | None:
-        """The grammar, an error in words, or None when it was stopped because nobody waited for it."""
+    def _compile(self, grammar: Grammar) -> Result | None:
+        """None when it was stopped because nobody waited for it. Whatever fails, this thread goes on to the next."""
+        name = f"the {_NAMES[grammar.kind]} cannot be used"
         try:
             for _ in range(_TRIES):
-                error = self._attempt(grammar)
-                if error is not NOT_BEGUN:
-                    return self._tools.builder().build(grammar) if error == "" else error
-        except (ValueError, ImportError, OSError) as error:
-            return str(error)
-        return "the process that tries grammars out does not start"
+                attempt = self._attempt(grammar)
+                if attempt is None or attempt.is_stopped:
+                    return None
+                if attempt.verdict == "":
+                    return self._tools.builder().build(grammar)
+                if attempt.verdict is not None:
+                    return Refusal(f"{name}: {attempt.verdict}")
+        except ValueError as error:  # the grammar's own
+            return Refusal(f"{name}: {error}")
+        except Exception as error:  # no memory, no descriptor, no thread
+            log.exception("a grammar could not be compiled")
+            return Refusal(f"{name} now: {error}", is_lasting=False)
+        return Refusal(f"{name} now: the process that tries grammars out was ended", is_lasting=False)
 
-    def _attempt(self, grammar: Grammar) -> str | None:
-        """An error in words, "" or NOT_BEGUN as `Attempt.error` gives them; None when it was stopped."""
+    def _attempt(self, grammar: Grammar) -> Attempt | None:
+        """One that is over. None: nobody waits for it any more."""
         attempt = Attempt(grammar)
         with self._lock:
             if not self._keys[grammar]:
                 return None
             self._attempts[grammar] = attempt
-        self._tools.prober().send(attempt)
-        self._tools.builder()  # imported while the process imports the same
-        error = attempt.error()
-        with self._lock:
-            del self._attempts[grammar]
-        return None if attempt.is_stopped else error
+        try:
+            prober = self._tools.prober()
+            pid = prober.send(attempt)
+            self._tools.builder()  # imported while the process imports the same
+            attempt.wait()
+            if attempt.hangs:
+                prober.restart(pid)
+        finally:
+            with self._lock:
+                del self._attempts[grammar]
+        return attempt
 
 
-def _compiled(key: Hashable, result: CompiledGrammar | str) -> Compiled:
-    return Compiled(key, None, result) if isinstance(result, str) else Compiled(key, result)
+def _compiled(key: Hashable, result: Result) -> Compiled:
+    return Compiled(key, None, result.words) if isinstance(result, Refusal) else Compiled(key, result)
 
 
 _NAMES = {

@@ -1,8 +1,8 @@
-"""`python -m backend_lib.worker.grammar.probe FD`: tries grammars out where nothing is lost with the process.
+"""`python -m backend_lib.worker.grammar.probe FD PARENT`: tries grammars out where nothing is lost with the process.
 
 It waits on the socket FD, reads the vocabulary, and for each descriptor that comes forks a child, which has the
 libraries and the vocabulary already. The child reads a grammar from its descriptor, compiles it and writes the verdict.
-It is ended by the kernel when it takes too long, asks for too much memory, or when nobody waits for the verdict.
+It says itself when that takes too long, and is ended by the kernel when nobody waits for the verdict.
 """
 
 from __future__ import annotations
@@ -15,17 +15,21 @@ import resource
 import signal
 import socket
 import sys
+import threading
+import time
 from pathlib import Path
 
 from backend_lib.request import Grammar, GrammarKind
 from backend_lib.worker.grammar.builder import Builder
 from backend_lib.worker.grammar.prober import SECONDS
 from backend_lib.worker.grammar.vocabulary import Vocabulary
+from backend_lib.worker.parent import die_with_parent
 
 BYTES = 512 << 20  # over what the process has when it is forked
 
 
 def main() -> None:
+    die_with_parent(int(sys.argv[2]))
     control = socket.socket(fileno=int(sys.argv[1]))
     builder = Builder(Vocabulary.from_json(_read(control)))
     gc.freeze()  # a collection in a child would copy every page it looks at
@@ -58,6 +62,7 @@ def _run(builder: Builder, job: socket.socket) -> None:
             grammar = _grammar(stream.read())
         _set_limits(job)
         job.sendall(b" ")  # it begins; this is no part of the verdict
+        threading.Thread(target=_watch_time, args=(job,), daemon=True).start()
         job.sendall(_verdict(builder, grammar))
     finally:
         os._exit(0)
@@ -76,13 +81,21 @@ def _verdict(builder: Builder, grammar: Grammar) -> bytes:
     return json.dumps({"error": ""}).encode()
 
 
+def _watch_time(job: socket.socket) -> None:
+    """Python's lock is free while xgrammar works, so this thread runs; nothing else could stop it with a word."""
+    while time.process_time() < SECONDS:
+        time.sleep(0.02)
+    job.sendall(json.dumps({"error": f"it takes more than {SECONDS:.0f} s to compile"}).encode())
+    os._exit(0)
+
+
 def _set_limits(job: socket.socket) -> None:
-    """Nothing in Python can stop xgrammar's code, so each limit ends the process."""
+    """Those that end the process without a word are for what cannot be, and for memory."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    signal.setitimer(signal.ITIMER_REAL, SECONDS)  # SIGALRM
+    resource.setrlimit(resource.RLIMIT_CPU, (int(2 * SECONDS), int(2 * SECONDS)))
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # warnings about clients' grammars
     # SIGIO, which ends the process too, when the other end is shut.
     fcntl.fcntl(job, fcntl.F_SETOWN, os.getpid())

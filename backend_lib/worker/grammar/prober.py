@@ -3,62 +3,64 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
 import threading
-import time
 from contextlib import suppress
 from dataclasses import asdict
 
 from backend_lib.request import Grammar
 from backend_lib.worker.grammar.vocabulary import Vocabulary
 
-SECONDS = 5.0  # a grammar may take
-NOT_BEGUN = "the process ended before it came to the grammar"
-_LAST_RESORT = 60.0  # seconds, for the process to begin
+SECONDS = 5.0  # of a processor's time, that a grammar may take
+# Seconds in all, for the process to begin and for the verdict; what takes longer on a busy machine has gone wrong.
+_PATIENCE = 20.0
 
 
 class Attempt:
-    """A grammar that is being tried out. Made, asked and closed by one thread; any thread may `stop` it."""
+    """A grammar that is being tried out. Made, waited for and closed by one thread; any thread may `stop` it.
+
+    `verdict`: what is wrong with it, in words for the client; "" when nothing is; None while there is none, and when
+    the process was killed before it, or `hangs`.
+    """
 
     def __init__(self, grammar: Grammar) -> None:
         self._ours, self.theirs = socket.socketpair()
         self._grammar = json.dumps(asdict(grammar)).encode()
         self.is_stopped = False
+        self.hangs = False
+        self.verdict: str | None = None
 
-    def error(self) -> str:
-        """What is wrong with the grammar, in words for the client; "" when nothing is; or NOT_BEGUN."""
+    def wait(self) -> None:
+        """Until there is a verdict, or it is clear that there will be none."""
         with self._ours:
             try:
-                return self._read()
-            except OSError:
-                return NOT_BEGUN
+                if verdict := self._read():
+                    self.verdict = str(json.loads(verdict)["error"])
+            except TimeoutError:
+                self.hangs = True
+            except OSError:  # stopped, or the process has ended
+                pass
 
-    def _read(self) -> str:
-        self._ours.settimeout(_LAST_RESORT)
+    def _read(self) -> bytes:
+        self._ours.settimeout(_PATIENCE)
         self._ours.sendall(self._grammar)
         self._ours.shutdown(socket.SHUT_WR)
-        if not self._ours.recv(1):
-            return NOT_BEGUN
-        began = time.monotonic()
         with self._ours.makefile("rb") as stream:
-            verdict = stream.read()
-        if verdict:
-            return str(json.loads(verdict)["error"])
-        if time.monotonic() - began > SECONDS * 0.9:
-            return f"it takes more than {SECONDS:.0f} s to compile"
-        return "it takes too much memory to compile"
+            return stream.read().strip()  # what it says when it begins is no part of the verdict
 
     def stop(self) -> None:
-        """The kernel ends the process; what `error` gives means nothing any more."""
+        """The kernel ends the process; the verdict means nothing any more."""
         self.is_stopped = True
         with suppress(OSError):  # it is over
             self._ours.shutdown(socket.SHUT_RDWR)
 
 
 class Prober:
-    """Starts the process with the first grammar, and again when it has ended. It ends with this one."""
+    """Starts the process with the first grammar, and again when it has ended. It ends with this one, at the latest
+    with the thread that started it."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
@@ -66,19 +68,26 @@ class Prober:
         self._process: subprocess.Popen | None = None
         self._control: socket.socket | None = None
 
-    def send(self, attempt: Attempt) -> None:
-        """Let the process begin it."""
+    def send(self, attempt: Attempt) -> int | None:
+        """Let the process begin it; the process's id."""
         with self._lock, attempt.theirs:
             try:
                 self._send(attempt.theirs)
             except OSError:
                 self.close()
                 self._send(attempt.theirs)
+            return self.pid
 
     def start(self) -> None:
         """Have the process import and read while the caller does."""
         with self._lock:
             self._started()
+
+    def restart(self, pid: int | None) -> None:
+        """End the process, if it is still that one: it hangs."""
+        with self._lock:
+            if pid == self.pid:
+                self.close()
 
     def close(self) -> None:
         if self._control and self._process:
@@ -112,7 +121,7 @@ class Prober:
 
 def _start(control: socket.socket) -> subprocess.Popen:
     return subprocess.Popen(
-        [sys.executable, "-m", "backend_lib.worker.grammar.probe", str(control.fileno())],
+        [sys.executable, "-m", "backend_lib.worker.grammar.probe", str(control.fileno()), str(os.getpid())],
         pass_fds=[control.fileno()], stdin=subprocess.DEVNULL,
     )  # fmt: skip
 

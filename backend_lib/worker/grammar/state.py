@@ -12,8 +12,9 @@ import torch
 
 from backend_lib.worker.grammar.mask import token_ids_of
 
-# What following a grammar may take in all: so much, and so much for each token.
-_SECONDS, _SECONDS_PER_TOKEN = 2.0, 0.02
+# What following a grammar may take of the loop's time, and so of every other sequence's: so much, and so much a token.
+_SECONDS, _SECONDS_PER_TOKEN = 0.25, 0.004
+_clock = time.thread_time
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +37,7 @@ class GrammarState:
     """
 
     def __init__(self, compiled: CompiledGrammar, output_ids: Iterable[int] = ()) -> None:
-        """Raises ValueError when the grammar does not allow `output_ids`."""
+        """Raises ValueError when the grammar does not allow `output_ids`, or takes too long to follow them."""
         from xgrammar import GrammarMatcher
 
         self._compiled = compiled
@@ -48,14 +49,16 @@ class GrammarState:
         for token_id in output_ids:
             if not self.accept(int(token_id)):
                 raise ValueError(f"the grammar does not allow the output's token {token_id}")
+            if self.is_too_slow:
+                raise ValueError("the grammar takes too long to follow")
 
     def accept(self, token_id: int) -> bool:
         """Take the next token. False, and nothing is changed, when the grammar does not allow it."""
         if self._matcher.is_terminated() or not 0 <= token_id < self._compiled.vocab_size:
             return False  # what xgrammar would write to stderr about
-        began = time.perf_counter()
+        began = _clock()
         accepted = self._matcher.accept_token(token_id)
-        self._seconds += time.perf_counter() - began
+        self._seconds += _clock() - began
         self._num_accepted += accepted
         self._is_filled = self._is_filled and not accepted
         return accepted
@@ -95,9 +98,9 @@ class GrammarState:
             if self._matcher.is_terminated():
                 self._mask[0] = self._compiled.stops
             else:
-                began = time.perf_counter()
+                began = _clock()
                 self._matcher.fill_next_token_bitmask(self._mask)
-                self._seconds += time.perf_counter() - began
+                self._seconds += _clock() - began
                 self._mask[0, -1] &= self._last_word
             self._is_filled = True
         return self._mask
