@@ -55,10 +55,11 @@ class GrammarKind(str, Enum):
 @dataclass(frozen=True, kw_only=True)
 class Grammar:
     """What the output must match. `source`: the schema as JSON text, the expression, the grammar, the choices as a
-    JSON list; empty for any JSON object."""
+    JSON list; empty for any JSON object. `field`: the client's name of where it stands, for errors."""
 
     kind: GrammarKind
     source: str = ""
+    field: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +134,8 @@ class GenerationRequest:
     `timeout_us` 0 means no deadline; a higher `priority` goes first.
 
     `disable_prompt_cache`: neither read the prefix cache nor leave anything in it.
+
+    `names`: what the client called a field, by the field's name.
     """
 
     request_id: str
@@ -144,3 +147,8 @@ class GenerationRequest:
     priority: int = 0
     disable_prompt_cache: bool = False
     timeout_us: int = 0
+    names: Mapping[str, str] = field(default_factory=dict, compare=False)
+
+    def called(self, name: str) -> str:
+        """A field's name in an error."""
+        return self.names.get(name, name)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -19,8 +19,11 @@ from backend_lib.router.fields import FIELDS, TIMEOUT, Field
 from backend_lib.router.grammars import guided, the_one
 from backend_lib.router.kinds import Explained
 from backend_lib.router.refusals import RequestError, refuse
-from backend_lib.router.sources import TEXT, given_values, tensor_value
+from backend_lib.router.sources import TEXT, Raw, given_values, tensor_value
 from backend_lib.router.tensors import STOP, TRTLLM
+
+# Only a template reads these.
+_OF_CHAT = ("tools", "tool_choice", "chat_template_kwargs", "add_generation_prompt")
 
 _PROMPTS = (TEXT, "input_ids", "messages")
 
@@ -53,10 +56,9 @@ def parse_request(
     """
     if settings.contract == TRTLLM:
         tensors = {("cancel" if name == STOP else name): array for name, array in tensors.items()}
-    given = {name: _parse(FIELDS[name], raw, vocab_size) for name, raw in given_values(tensors, parameters).items()}
-    values = {**defaults, **given}
+    values = _Values(given_values(tensors, parameters), defaults, settings.contract, vocab_size)
     if values.get("cancel"):
-        refuse("cancel", True, "allowed is true as an input or a request parameter of its own")
+        values.refuse("cancel", True, "allowed is true as an input or a request parameter of its own")
     output = _output(values, settings)
     return GenerationRequest(
         request_id=request_id,
@@ -65,8 +67,27 @@ def parse_request(
         output=output,
         priority=values.get("request_priority", 0),
         disable_prompt_cache=values.get("disable_prompt_cache", False),
-        timeout_us=timeout_us or _parse(TIMEOUT, parameters.get(TIMEOUT.name, 0), vocab_size),
+        timeout_us=timeout_us or _parse(TIMEOUT, Raw(TIMEOUT.name, parameters.get(TIMEOUT.name, 0)), vocab_size),
+        names=values.names,
     )
+
+
+class _Values(dict[str, Any]):
+    """Parsed values by field name, of the client before the checkpoint's, and what the client called its fields."""
+
+    def __init__(self, given: Mapping[str, Raw], defaults: Mapping[str, Any], contract: str, vocab_size: int) -> None:
+        super().__init__(defaults)
+        self.names = {name: raw.called for name, raw in given.items()}
+        for name, raw in given.items():
+            is_of_trtllm = contract == TRTLLM or raw.called != name
+            if not (is_of_trtllm and FIELDS[name].is_off(raw.value)):
+                self[name] = _parse(FIELDS[name], raw, vocab_size)
+
+    def called(self, name: str) -> str:
+        return self.names.get(name, name)
+
+    def refuse(self, name: str, value: Any, allowed: str) -> NoReturn:
+        refuse(self.called(name), value, allowed)
 
 
 def checkpoint_defaults(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -77,23 +98,32 @@ def checkpoint_defaults(checkpoint: Checkpoint) -> dict[str, Any]:
     """
     try:
         return {
-            name: _parse(FIELDS[name], value, checkpoint.config.vocab_size)
+            name: _parse(FIELDS[name], Raw(name, value), checkpoint.config.vocab_size)
             for name, value in checkpoint.sampling.given().items()
         }
     except RequestError as error:
         raise ValueError(f"{checkpoint.name} asks for sampling that cannot be done: {error}") from None
 
 
-def _prompt(tensors: Mapping[str, np.ndarray], values: Mapping[str, Any]) -> dict[str, Any]:
+def _prompt(tensors: Mapping[str, np.ndarray], values: _Values) -> dict[str, Any]:
     """The request's prompt, in the one spelling that the client has used."""
     given = [name for name in _PROMPTS if name in (tensors if name == TEXT else values)]
     if not given:
         raise RequestError(f"'{TEXT}' is missing; allowed is one of {', '.join(_PROMPTS)}")
     if len(given) > 1:
-        raise RequestError(f"'{given[0]}' and '{given[1]}' are both given; allowed is one of {', '.join(_PROMPTS)}")
-    if given == [TEXT]:
-        return {"text": _text(tensors[TEXT])}
-    return {"prompt_ids": _prompt_ids(values)} if given == ["input_ids"] else {"chat": _chat(values)}
+        first, second = map(values.called, given[:2])
+        raise RequestError(f"'{first}' and '{second}' are both given; allowed is one of {', '.join(_PROMPTS)}")
+    if given == ["messages"]:
+        return {"chat": _chat(values)}
+    _check_no_chat(values)
+    return {"text": _text(tensors[TEXT])} if given == [TEXT] else {"prompt_ids": _prompt_ids(values)}
+
+
+def _check_no_chat(values: _Values) -> None:
+    """An empty list or object is nothing."""
+    for name in _OF_CHAT:
+        if values.get(name) not in (None, [], {}, "[]", "{}"):
+            raise RequestError(f"'{name}' is given without 'messages'; allowed is only with them")
 
 
 def _text(array: np.ndarray) -> str:
@@ -104,13 +134,14 @@ def _text(array: np.ndarray) -> str:
     return text
 
 
-def _prompt_ids(values: Mapping[str, Any]) -> tuple[int, ...]:
+def _prompt_ids(values: _Values) -> tuple[int, ...]:
     ids: tuple[int, ...] = values["input_ids"]
     count = values.get("input_lengths", len(ids))
     if not ids:
-        refuse("input_ids", [], "allowed is at least one token id")
+        values.refuse("input_ids", [], "allowed is at least one token id")
     if count > len(ids):
-        refuse("input_lengths", count, f"allowed is at most the number of 'input_ids', which is {len(ids)}")
+        called = values.called("input_ids")
+        values.refuse("input_lengths", count, f"allowed is at most the number of '{called}', which is {len(ids)}")
     return ids[:count]
 
 
@@ -127,22 +158,23 @@ def _chat(values: Mapping[str, Any]) -> Chat:
     )
 
 
-def _parse(field: Field, raw: Any, vocab_size: int) -> Any:
+def _parse(field: Field, raw: Raw, vocab_size: int) -> Any:
     try:
-        return field.parse(raw, vocab_size)
+        return field.parse(raw.value, vocab_size)
     except Explained as error:
-        refuse(field.name, raw, f"{field.allowed(vocab_size)} ({error})")
+        refuse(raw.called, raw.value, f"{field.allowed(vocab_size)} ({error})")
     except ValueError:
-        refuse(field.name, raw, field.allowed(vocab_size))
+        refuse(raw.called, raw.value, field.allowed(vocab_size))
 
 
-def _sampling(values: Mapping[str, Any], output: OutputOptions, vocab_size: int) -> SamplingParams:
+def _sampling(values: _Values, output: OutputOptions, vocab_size: int) -> SamplingParams:
     """Sampling parameters in one spelling: greedy is temperature 0, the whole vocabulary is top_k 0."""
     own = _attributes(values, SamplingParams) | {"grammar": _grammar(values)}
     if own.get("min_tokens", 0) > own.get("max_tokens", own.get("min_tokens", 0)):
-        refuse("min_tokens", own["min_tokens"], f"allowed is at most max_tokens, which is {own['max_tokens']}")
+        most = f"{values.called('max_tokens')}, which is {own['max_tokens']}"
+        values.refuse("min_tokens", own["min_tokens"], f"allowed is at most {most}")
     if values.get("best_of", 1) not in (1, n := own.get("n", 1)):
-        refuse("best_of", values["best_of"], f"allowed is as many as 'n', which is {n}")
+        values.refuse("best_of", values["best_of"], f"allowed is as many as '{values.called('n')}', which is {n}")
     if own.get("temperature", 1.0) < _GREEDY_BELOW:
         own["temperature"] = 0.0
     own["top_p"] = max(own.get("top_p", 1.0), _LEAST_TOP_P)
@@ -159,7 +191,7 @@ def _count(count: int | None, is_wanted: bool) -> int | None:
     return (count or 0) if is_wanted else None
 
 
-def _grammar(values: Mapping[str, Any]) -> Grammar | None:
+def _grammar(values: _Values) -> Grammar | None:
     """What the output must match, however it was said."""
     asked = {name: values[name] for name, field in FIELDS.items() if field.attribute == "grammar" and name in values}
     guide_type, guide = values.get("guided_decoding_guide_type"), values.get("guided_decoding_guide")
@@ -167,7 +199,8 @@ def _grammar(values: Mapping[str, Any]) -> Grammar | None:
         raise RequestError("'guided_decoding_guide_type' is missing; allowed is what 'guided_decoding_guide' is")
     try:
         if guide_type:
-            asked["guided_decoding_guide_type"] = guided(guide_type, guide)
+            said = "guided_decoding_guide" if guide else "guided_decoding_guide_type"
+            asked[said] = guided(guide_type, guide)
     except ValueError as error:
         refuse(
             "guided_decoding_guide", guide, f"allowed is what guided_decoding_guide_type {guide_type} says ({error})"
@@ -178,14 +211,14 @@ def _grammar(values: Mapping[str, Any]) -> Grammar | None:
         raise RequestError(str(error)) from None
 
 
-def _output(values: Mapping[str, Any], settings: Settings) -> OutputOptions:
+def _output(values: _Values, settings: Settings) -> OutputOptions:
     """Output options. As in vllm_backend the prompt comes first unless the client streams or excludes it; a
     conversation does not."""
     own = {"stream_interval": settings.stream_interval} | _attributes(values, OutputOptions)
     stream = own.get("stream", False)
     exclude = values.get("exclude_input_in_output", stream or "messages" in values)
     if stream and not exclude:
-        refuse("exclude_input_in_output", False, "allowed is true when streaming")
+        values.refuse("exclude_input_in_output", False, "allowed is true when streaming")
     if own.get("output_ids") and values.get("n", 1) > 1:
         own["num_output_tokens"] = True  # which ids are whose
     return OutputOptions(**own, echo_prompt=not exclude)

@@ -11,7 +11,20 @@ from typing import Any
 
 from backend_lib.request import GenerationRequest, OutputOptions, SamplingParams
 from backend_lib.router import grammars
-from backend_lib.router.kinds import BIAS, CHOICE, COUNT, INTEGER, JSON, NUMBER, STRINGS, TEXTS, TOKEN_IDS, TRUTH, Kind
+from backend_lib.router.kinds import (
+    BIAS,
+    CHOICE,
+    COUNT,
+    INTEGER,
+    JSON,
+    NUMBER,
+    STRINGS,
+    TEXTS,
+    TOKEN_IDS,
+    TRUTH,
+    Kind,
+    read_number,
+)
 
 INT32_MAX = (1 << 31) - 1
 MAX_LIST = 64
@@ -46,6 +59,7 @@ class Field:
         noun: the dataclass it is an attribute of. None: the contract interprets it, or it is not supported and only
             the value that leaves it off passes.
         attribute: its name there.
+        off: the number that clients of tensorrtllm_backend send for none.
         help: what it means.
     """
 
@@ -58,6 +72,7 @@ class Field:
     count: int | None = MAX_LIST
     noun: type | None = None
     attribute: str = ""
+    off: float | None = None
     help: str = ""
 
     @property
@@ -89,6 +104,14 @@ class Field:
         if not all(0 <= token_id < vocab_size for token_id in self.kind.token_ids(value)):
             raise ValueError("no token")
         return value
+
+    def is_off(self, raw: Any) -> bool:
+        """Whether the client's value is `off`, alone or as the only one of a list."""
+        raw = raw[0] if isinstance(raw, list) and len(raw) == 1 else raw
+        try:
+            return self.off is not None and read_number(raw) == self.off
+        except ValueError:
+            return False
 
     def allowed(self, vocab_size: int) -> str:
         """What an error tells the client to send."""
@@ -125,9 +148,9 @@ def _request(name: str, kind: Kind, attribute: str, *aliases: str, **more: Any) 
     return Field(name=name, aliases=aliases, kind=kind, noun=GenerationRequest, attribute=attribute, **more)
 
 
-def _only(name: str, kind: Kind, value: float, *aliases: str) -> Field:
+def _only(name: str, kind: Kind, value: float, *aliases: str, **more: Any) -> Field:
     """A field that clients send at the value which leaves it off, as Triton's OpenAI frontend does."""
-    return Field(name=name, aliases=aliases, kind=kind, low=value, high=value)
+    return Field(name=name, aliases=aliases, kind=kind, low=value, high=value, **more)
 
 
 _TABLE = (
@@ -159,7 +182,7 @@ _TABLE = (
         help="draw from the k likeliest tokens; 0, -1: all",
     ),
     _sampling(
-        "top_p", NUMBER, 0, 1, "runtime_top_p", "sampling_param_top_p", above=True,
+        "top_p", NUMBER, 0, 1, "runtime_top_p", "sampling_param_top_p", above=True, off=0,
         help="draw from the fewest tokens that hold this probability",
     ),
     _sampling("min_p", NUMBER, 0, 1, help="draw from tokens of at least this share of the likeliest one's probability"),
@@ -194,7 +217,7 @@ _TABLE = (
         "stop", TEXTS, 0, MAX_STOP_CHARS, "stop_words", "sampling_param_stop",
         help="texts that end the output, without them",
     ),
-    _sampling("stop_token_ids", TOKEN_IDS, 0, 1, "end_id", help="token ids that end the output"),
+    _sampling("stop_token_ids", TOKEN_IDS, 0, 1, "end_id", off=-1, help="token ids that end the output"),
     _sampling("include_stop_str_in_output", TRUTH, help="the output keeps the stop string, or token, that ended it"),
     _sampling("skip_special_tokens", TRUTH, help="special tokens have no text"),
     _sampling("logprobs", COUNT, 0, MAX_LOGPROBS, help="likeliest tokens beside the chosen one in output logprobs"),
@@ -234,7 +257,11 @@ _TABLE = (
     ),
     Field(name="pad_id", kind=INTEGER, low=-1, high=INT32_MAX, help="without meaning: nothing is padded"),
     _only("beam_width", INTEGER, 1),
-    _only("length_penalty", NUMBER, 1, "len_penalty"),
+    _only("length_penalty", NUMBER, 1, "len_penalty", off=0),
+    _only("return_context_logits", TRUTH, 0),
+    _only("return_generation_logits", TRUTH, 0),
+    _only("return_perf_metrics", TRUTH, 0),
+    _only("return_kv_cache_reuse_stats", TRUTH, 0),
     _only("use_beam_search", TRUTH, 0),
     _only("early_stopping", TRUTH, 0),
     _only("image", STRINGS, 0),

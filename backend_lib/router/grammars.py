@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from backend_lib.request import Grammar, GrammarKind
@@ -113,12 +114,12 @@ def guided(guide_type: str, guide: str | None) -> Grammar:
 
 
 def the_one(grammars: Mapping[str, Grammar | None]) -> Grammar | None:
-    """The one grammar of those that fields ask for. Raises ValueError naming two of them."""
+    """The one grammar of those that fields ask for, with its field. Raises ValueError naming two of them."""
     asked = {name: grammar for name, grammar in grammars.items() if grammar}
     if len(asked) > 1:
         first, second = list(asked)[:2]
         raise ValueError(f"'{first}' and '{second}' both say what the output must match; allowed is one of them")
-    return next(iter(asked.values()), None)
+    return next((replace(grammar, field=name) for name, grammar in asked.items()), None)
 
 
 def _kind(name: str, words: str, read: Callable[[Any], Any]) -> Kind:

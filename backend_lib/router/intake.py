@@ -19,7 +19,7 @@ from backend_lib.router.chat import ChatTemplate
 from backend_lib.router.contract import checkpoint_defaults, parse_request
 from backend_lib.router.extent import extent_for, parameter_blob
 from backend_lib.router.prompts import Prompts
-from backend_lib.router.refusals import RequestError
+from backend_lib.router.refusals import RequestError, refuse
 from backend_lib.router.reply import Client, Verdict, verdict_of_client
 from backend_lib.router.reply_readers import ReplyReaders
 from backend_lib.router.siblings import Siblings
@@ -134,7 +134,7 @@ class Intake:
             deadline=deadline,
             leader=leader,
         )
-        return self._streams(prompt, inbound.sender, [leader, *self._more_slots(request.sampling.n - 1)])
+        return self._streams(prompt, inbound.sender, [leader, *self._more_slots(request)])
 
     def release(self, stream: Stream) -> None:
         """Give back a stream's extent and slot: its reply has been sent and no step holds it."""
@@ -148,10 +148,11 @@ class Intake:
         if verdict:
             raise Over(verdict)
 
-    def _more_slots(self, count: int) -> list[SlotRef]:
+    def _more_slots(self, request: GenerationRequest) -> list[SlotRef]:
         """Slots for the leader's siblings, all or none."""
+        count = request.sampling.n - 1
         if count >= len(self._slots):
-            raise RequestError(f"'n' is {count + 1}; allowed are at most {len(self._slots)}, the server's slots")
+            refuse(request.called("n"), count + 1, f"allowed are at most {len(self._slots)}, the server's slots")
         taken = self._pool.acquire(count)
         if taken is None:
             raise NoRoom(f"no slots for {count + 1} sequences until others end")

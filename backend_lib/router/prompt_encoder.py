@@ -45,17 +45,23 @@ class PromptEncoder:
         ids: list[int] = encoding.ids
         return ids
 
-    def bad_words(self, words: Sequence[str], vocab_size: int) -> list[list[int]]:
+    def bad_words(self, words: Sequence[str], vocab_size: int, *, name: str = "bad_words") -> list[list[int]]:
         """Token ids of each word as it begins a text and, where that begins with another token, as it follows a space.
 
-        Raises RequestError for a word that has no tokens, or one that the model has not.
+        Raises RequestError for a word that has no tokens, or one that the model has not. `name` is the client's.
         """
         found = []
         for word in words:
-            plain, spaced = self._plain_ids(word.lstrip()), self._plain_ids(" " + word.lstrip())
+            bare = word.lstrip(" ") or word  # of blanks alone, the blanks are the word
+            plain, spaced = self._plain_ids(bare), self._plain_ids(" " + bare)
             found += [plain, spaced] if spaced[:1] != plain[:1] else [plain]
-            if not plain or max(plain) >= vocab_size:
-                raise RequestError(f"'bad_words' has {word[:80]!a}, which has no tokens; allowed are texts that have")
+            if not plain:
+                raise RequestError(f"'{name}' has {word[:80]!a}, which has no tokens; allowed are texts that have")
+            if max(plain) >= vocab_size:
+                raise RequestError(
+                    f"'{name}' has {word[:80]!a}, which has a token that the model has not; allowed are ids below "
+                    f"{vocab_size}"
+                )
         return [ids for ids in found if ids]
 
     def _plain_ids(self, text: str) -> list[int]:

@@ -22,7 +22,7 @@ class Prompts:
 
     def bad_words(self, request: GenerationRequest) -> list[list[int]]:
         """Token ids of what the output must not contain. Raises RequestError."""
-        return self._encoder.bad_words(request.sampling.bad_words, self._vocab_size)
+        return self._encoder.bad_words(request.sampling.bad_words, self._vocab_size, name=request.called("bad_words"))
 
     def tokenised(self, request: GenerationRequest, max_len: int) -> tuple[GenerationRequest, list[int]]:
         """The request with the prompt's text, and its ids, after which one more token fits in `max_len`.
@@ -30,7 +30,7 @@ class Prompts:
         Raises RequestError.
         """
         if request.prompt_ids:
-            check_length(len(request.prompt_ids), max_len, "input_ids")
+            check_length(len(request.prompt_ids), max_len, request.called("input_ids"))
             return self._with_text(request), list(request.prompt_ids)
         if request.chat:
             request = replace(request, text=self._rendered(request.chat))

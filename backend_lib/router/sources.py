@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,30 +17,37 @@ TEXT = "text_input"
 _JSON = "sampling_parameters"
 
 
-def given_values(tensors: Mapping[str, np.ndarray], parameters: Mapping[str, Any]) -> dict[str, Any]:
+class Raw(NamedTuple):
+    """A value as the client sent it, and under which of its field's names."""
+
+    called: str
+    value: Any
+
+
+def given_values(tensors: Mapping[str, np.ndarray], parameters: Mapping[str, Any]) -> dict[str, Raw]:
     """What the client set, unparsed, by field name. A JSON null counts as not set."""
     own_parameters = {key: value for key, value in parameters.items() if not is_triton_parameter(key)}
     own_tensors = {name: tensor_value(name, array) for name, array in tensors.items() if name != TEXT}
     text = own_tensors.pop(_JSON, own_parameters.pop(_JSON, None))
     own_parameters.pop(_JSON, None)
-    values: dict[str, Any] = {}
+    values: dict[str, Raw] = {}
     for source in (own_parameters, _json_object(text), own_tensors):
         values |= _by_field(source)
     return values
 
 
-def _by_field(source: Mapping[str, Any]) -> dict[str, Any]:
+def _by_field(source: Mapping[str, Any]) -> dict[str, Raw]:
     """One source's values under the fields' own names."""
-    keys: dict[str, str] = {}
+    found: dict[str, Raw] = {}
     for key, value in source.items():
         name = ALIASES.get(key, key)
         if name not in FIELDS:
             raise RequestError(_unknown_field(key))
-        if value is not None and name in keys:
-            raise RequestError(f"'{keys[name]}' and '{key}' are the same field; allowed is one of them")
+        if value is not None and name in found:
+            raise RequestError(f"'{found[name].called}' and '{key}' are the same field; allowed is one of them")
         if value is not None:
-            keys[name] = key
-    return {name: source[key] for name, key in keys.items()}
+            found[name] = Raw(key, value)
+    return found
 
 
 def tensor_value(name: str, array: np.ndarray) -> Any:

@@ -118,7 +118,7 @@ class Stream:
         if finish:
             self._finish(slots, finish, _ERRORS.get(finish))
         if finish in _ERRORS:
-            self.fail(_ERRORS[finish], slots.headers["error"][self.slot].decode(errors="replace"))
+            self.fail(_ERRORS[finish], self._named(finish, slots.headers["error"][self.slot].decode(errors="replace")))
         elif finish:
             self._pending += self._last_text(self._text)
             self._send(finish, slots)
@@ -137,6 +137,11 @@ class Stream:
         self._count(slots, token_ids[: delta.num_tokens + (0 if delta.stopped else silent)])
         self._consumed = published.output_len
         return FinishReason.STOP_STRING if delta.stopped else published.finish
+
+    def _named(self, finish: FinishReason, words: str) -> str:
+        """The worker knows a grammar, and not where it stood; of a request's fields it judges no other."""
+        grammar = self.request.sampling.grammar
+        return f"'{grammar.field}' cannot be kept to: {words}" if grammar and finish is FinishReason.INVALID else words
 
     def _last_text(self, text: TextStream) -> str:
         """What was held back. The sequence has ended."""

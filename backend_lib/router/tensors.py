@@ -20,13 +20,14 @@ _TYPES_BY_NAME = dict.fromkeys(("seed", "random_seed", "sampling_param_seed"), "
 
 _COMMON = (
     *("stream", "sampling_parameters", "exclude_input_in_output", "cancel", "stop_words", "bad_words", "image"),
-    *(name for name in FIELDS if name.startswith("return_")),
+    *(name for name, field in FIELDS.items() if name.startswith("return_") and field.is_supported),
 )
 # Clients of tensorrtllm_backend send as tensors what those of vllm_backend put into `sampling_parameters`.
 _OF_TRTLLM = (
     *("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "repetition_penalty", "presence_penalty"),
     *("frequency_penalty", "seed", "length_penalty", "early_stopping", "beam_width", "pad_id", "input_lengths"),
     *("guided_decoding_guide_type", "guided_decoding_guide"),
+    *(name for name, field in FIELDS.items() if name.startswith("return_") and not field.is_supported),
     *(alias for alias in ALIASES if alias not in ("stop_words", "bad")),
 )
 

@@ -110,6 +110,9 @@ def test_min_length_is_min_tokens(grpc):
         ({"max_tokens": 8, "end_id": continuation(PROMPT_IDS, 4)[3]}, answer(3)),
         ({"max_tokens": 4, "beam_width": 1, "len_penalty": 1.0, "early_stopping": False, "pad_id": 0}, answer(4)),
         ({"max_tokens": 3, "streaming": True}, answer(3)),
+        ({"max_tokens": 3, "runtime_top_p": 0.0, "end_id": -1, "len_penalty": 0.0}, answer(3)),
+        ({"max_tokens": 3, "return_context_logits": False, "return_generation_logits": False}, answer(3)),
+        ({"max_tokens": 3, "return_perf_metrics": False, "return_kv_cache_reuse_stats": False}, answer(3)),
     ],
 )
 def test_each_name_is_obeyed(grpc, given, text):
@@ -199,5 +202,9 @@ def test_what_is_wrong_is_said_in_words(grpc, http):
         None, **batched(text_input=PROMPT, max_tokens=0)
     )
     assert "'beam_width' is 2; only 1 is supported" in grpc.error(None, **batched(text_input=PROMPT, beam_width=2))
+    wrong = batched(text_input=PROMPT, request_output_len=0)
+    assert "'request_output_len' is 0; allowed is a whole number from 1" in grpc.error(None, **wrong)
+    wrong = batched(text_input=PROMPT, return_context_logits=True)
+    assert "'return_context_logits' is True; only false is supported" in grpc.error(None, **wrong)
     two = {"text_input": np.array([[b"a"], [b"b"]], dtype=object)}
     assert "batch-size" in grpc.error(None, **two)

@@ -18,7 +18,8 @@ _NOT_OF_VLLM = {
     "input_ids", "input_lengths", "messages", "tools", "tool_choice", "chat_template_kwargs", "add_generation_prompt",
     "cancel", "guided_decoding_guide_type", "guided_decoding_guide", "return_num_cached_tokens", "return_output_ids",
     "return_prompt_logprobs", "return_reasoning_content", "return_tool_calls", "stream_interval", "request_priority",
-    "disable_prompt_cache", "pad_id", "beam_width", "early_stopping", "response_format",
+    "disable_prompt_cache", "pad_id", "beam_width", "return_context_logits", "return_generation_logits",
+    "return_perf_metrics", "return_kv_cache_reuse_stats", "early_stopping", "response_format",
 }  # fmt: skip
 _VLLM = {"input_ids": "prompt_token_ids"}
 # Names that tensorrtllm_backend shares; where it has others they are the aliases.
@@ -26,7 +27,8 @@ _OF_TRTLLM = {
     "max_tokens", "min_tokens", "temperature", "top_k", "top_p", "repetition_penalty", "presence_penalty",
     "frequency_penalty", "bad_words", "seed", "stream", "length_penalty", "beam_width", "early_stopping", "pad_id",
     "input_ids", "input_lengths", "guided_decoding_guide_type", "guided_decoding_guide", "exclude_input_in_output",
-    "return_num_input_tokens", "return_num_output_tokens",
+    "return_num_input_tokens", "return_num_output_tokens", "return_context_logits", "return_generation_logits",
+    "return_perf_metrics", "return_kv_cache_reuse_stats",
 }  # fmt: skip
 _TRTLLM = {"cancel": ("stop (BOOL)",)}
 
@@ -79,7 +81,10 @@ _TESTS = {
     "tests/unit/test_prompts.py::test_a_conversation": ("add_generation_prompt",),
     "tests/server/test_cancel.py::test_a_running_request_is_ended_from_another_connection": ("cancel",),
     "tests/server/test_trtllm.py::test_each_name_is_obeyed": ("pad_id",),
-    _OFF: ("beam_width", "length_penalty", "use_beam_search", "early_stopping", "image"),
+    _OFF: (
+        "beam_width", "length_penalty", "use_beam_search", "early_stopping", "image", "return_context_logits",
+        "return_generation_logits", "return_perf_metrics", "return_kv_cache_reuse_stats",
+    ),
 }  # fmt: skip
 TESTS = {name: test for test, names in _TESTS.items() for name in names}
 

@@ -114,6 +114,39 @@ def test_another_name_is_the_same_field(alias, name):
     assert in_json(**twice | {alias: None}) == expected(name)
 
 
+@pytest.mark.parametrize(("alias", "name"), [pair for pair in ALIASES.items() if pair[1] in REACHES])
+def test_an_error_has_the_name_that_the_client_used(alias, name):
+    assert error(**{alias: [[[]]]}).startswith(f"'{alias}' is [[[]]]; ")
+
+
+def test_errors_of_two_fields_have_the_names_that_the_client_used():
+    assert (
+        error(min_length=5, request_output_len=4)
+        == "'min_length' is 5; allowed is at most request_output_len, which is 4"
+    )
+    assert error(sampling_param_best_of=3, num_return_sequences=2).endswith(
+        "as many as 'num_return_sequences', which is 2"
+    )
+    assert error(stream=True, sampling_param_exclude_input_from_output=False).startswith(
+        "'sampling_param_exclude_input_from_output' is False; "
+    )
+    assert in_json(bad=["x"]).called("bad_words") == "bad" and in_json().called("bad_words") == "bad_words"
+
+
+@pytest.mark.parametrize(
+    "off",
+    [{"runtime_top_p": 0.0}, {"sampling_param_top_p": "0"}, {"end_id": -1}, {"end_id": [-1]}, {"len_penalty": 0.0}],
+)
+def test_what_tensorrtllm_backends_clients_send_for_none(off):
+    assert in_json(**off) == PLAIN
+    ((alias, value),) = off.items()
+    name = ALIASES[alias]
+    array = np.array([[0.0 if value == "0" else value]], dtype=np.float32).reshape(1, 1)
+    tensors = {"text_input": np.array([[b"hi"]], dtype=object), name: array}
+    assert parse_request(tensors, {}, "", 0, Settings(contract="trtllm"), VOCAB) == PLAIN
+    assert error(**{name: value}).startswith(f"'{name}' is ")
+
+
 def test_every_supported_field_is_tested_here():
     assert {name for name, field in FIELDS.items() if field.is_supported} == REACHES.keys() | OTHERS
 
@@ -193,7 +226,9 @@ def test_ids_of_several_sequences_come_with_their_lengths():
     ],
 )
 def test_spellings_of_a_grammar(value, grammar):
-    assert in_json(**value).sampling.grammar == grammar
+    found = in_json(**value).sampling.grammar
+    assert found == grammar
+    assert found is None or found.field in value
 
 
 @pytest.mark.parametrize(
@@ -258,6 +293,10 @@ def test_what_is_no_grammar_or_more_than_one(value, words):
         ("guided_choice", ["[1, 2]", "[", "[a, b]", ' ["a"'], "(it begins like a JSON list of strings, and is none)"),
         ("length_penalty", [0.5], "only 1 is supported"),
         ("beam_width", [2], "only 1 is supported"),
+        ("return_context_logits", [True], "only false is supported"),
+        ("return_generation_logits", [1], "only false is supported"),
+        ("return_perf_metrics", ["true"], "only false is supported"),
+        ("return_kv_cache_reuse_stats", [True], "only false is supported"),
         ("use_beam_search", [True], "only false is supported"),
         ("early_stopping", [True], "only false is supported"),
         ("image", [["x"]], "only an empty list is supported"),
@@ -277,6 +316,10 @@ def test_what_is_off_may_be_said():
         "early_stopping": 0,
         "image": [],
         "pad_id": 2,
+        "return_context_logits": False,
+        "return_generation_logits": 0,
+        "return_perf_metrics": "false",
+        "return_kv_cache_reuse_stats": False,
     }
     assert in_json(**off) == PLAIN
 

@@ -62,6 +62,12 @@ def test_a_prompt_of_token_ids(tensors, parameters):
         ({"input_ids": [5, 1024]}, "each from 0 to 1023"),
         ({"input_ids": [5.5]}, "'input_ids' is 5.5"),
         ({"input_ids": [5, 6], "input_lengths": [3]}, "'input_lengths' is 3; allowed is at most the number of"),
+        (TEXT | {"tools": b'[{"type": "function"}]'}, "'tools' is given without 'messages'; allowed is only with them"),
+        (TEXT | {"tool_choice": np.array([b"auto"], object)}, "'tool_choice' is given without 'messages'"),
+        (TEXT | {"chat_template_kwargs": b'{"a": 1}'}, "'chat_template_kwargs' is given without 'messages'"),
+        ({"input_ids": [5], "add_generation_prompt": True}, "'add_generation_prompt' is given without 'messages'"),
+        ({"prompt_token_ids": [5], "messages": b"[]"}, "'prompt_token_ids' and 'messages' are both given"),
+        ({"prompt_token_ids": [5], "input_lengths": [2]}, "allowed is at most the number of 'prompt_token_ids', which"),
         ({"input_ids": [5, 6], "input_lengths": [0]}, "'input_lengths' is 0; allowed is a whole number from 1"),
     ],
 )
