@@ -15,7 +15,8 @@ from backend_lib.checkpoint import Checkpoint
 from backend_lib.config import Settings
 from backend_lib.request import Chat, GenerationRequest, Grammar, OutputOptions, SamplingParams
 from backend_lib.router.chat import ChatError, parse_template_kwargs
-from backend_lib.router.fields import FIELDS, TIMEOUT, Field
+from backend_lib.router.field import Field
+from backend_lib.router.fields import FIELDS, TIMEOUT
 from backend_lib.router.grammars import guided, the_one
 from backend_lib.router.kinds import Explained
 from backend_lib.router.refusals import RequestError, refuse

@@ -5,30 +5,29 @@ A new field is one line in `_TABLE`, an attribute of the noun it goes to, and it
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
 from typing import Any
 
 from backend_lib.request import GenerationRequest, OutputOptions, SamplingParams
 from backend_lib.router import grammars
+from backend_lib.router.field import Field
 from backend_lib.router.kinds import (
     BIAS,
     CHOICE,
     COUNT,
     INTEGER,
     JSON,
+    MAX_BIAS,
+    NULL,
     NUMBER,
     STRINGS,
     TEXTS,
     TOKEN_IDS,
     TRUTH,
     Kind,
-    read_number,
 )
 
 INT32_MAX = (1 << 31) - 1
-MAX_LIST = 64
-MAX_BIAS = 1024
+MAX_BIASES = 1024
 MAX_N = 64
 MAX_PROMPT_IDS = 1 << 24
 MAX_LOGPROBS = 20
@@ -43,92 +42,6 @@ _TRITON_PARAMETERS = frozenset(
 def is_triton_parameter(key: str) -> bool:
     """Whether a request parameter belongs to the server. A hyphen marks a forwarded HTTP header; no field has one."""
     return key in _TRITON_PARAMETERS or key.startswith("triton_") or "-" in key
-
-
-@dataclass(frozen=True, kw_only=True)
-class Field:
-    """One request field.
-
-    Attributes:
-        name: what the client calls it, and vllm_backend most often.
-        aliases: what else it is called; those of tensorrtllm_backend first.
-        kind: of its values.
-        low, high: bounds of a number, of each number of an object, or of each string's length.
-        above: `low` itself is not allowed.
-        count: members of a list or of an object at most. None: as many as the vocabulary has.
-        noun: the dataclass it is an attribute of. None: the contract interprets it, or it is not supported and only
-            the value that leaves it off passes.
-        attribute: its name there.
-        off: the number that clients of tensorrtllm_backend send for none.
-        help: what it means.
-    """
-
-    name: str
-    aliases: tuple[str, ...] = ()
-    kind: Kind
-    low: float = 0
-    high: float = 1
-    above: bool = False
-    count: int | None = MAX_LIST
-    noun: type | None = None
-    attribute: str = ""
-    off: float | None = None
-    help: str = ""
-
-    @property
-    def is_list(self) -> bool:
-        return self.kind.is_list
-
-    @property
-    def is_supported(self) -> bool:
-        return self.low != self.high
-
-    @property
-    def default(self) -> Any:
-        """The noun's default: values that were not given are not passed to it."""
-        specs = dataclasses.fields(self.noun) if self.noun else ()
-        return next((spec.default for spec in specs if spec.name == self.attribute), None)
-
-    def most(self, vocab_size: int) -> int:
-        """Members at most."""
-        return vocab_size if self.count is None else self.count
-
-    def parse(self, raw: Any, vocab_size: int) -> Any:
-        """The client's value as ours. Raises ValueError when it is not what `allowed` says."""
-        value = self.kind.read(raw)
-        if isinstance(value, tuple) and len(value) > self.most(vocab_size):
-            raise ValueError("too many")
-        for number in self.kind.measures(value):
-            if not self.low <= number <= self.high or (self.above and number == self.low):
-                raise ValueError("out of range")
-        if not all(0 <= token_id < vocab_size for token_id in self.kind.token_ids(value)):
-            raise ValueError("no token")
-        return value
-
-    def is_off(self, raw: Any) -> bool:
-        """Whether the client's value is `off`, alone or as the only one of a list."""
-        raw = raw[0] if isinstance(raw, list) and len(raw) == 1 else raw
-        try:
-            return self.off is not None and read_number(raw) == self.off
-        except ValueError:
-            return False
-
-    def allowed(self, vocab_size: int) -> str:
-        """What an error tells the client to send."""
-        if not self.is_supported:
-            off = "an empty list" if self.is_list else "false" if self.kind is TRUTH else _written(self.low)
-            return f"only {off} is supported"
-        return f"allowed is {self.words(str(vocab_size - 1), str(self.most(vocab_size)))}"
-
-    def words(self, last: str, count: str) -> str:
-        """What is allowed, given the words for the vocabulary's last id and for how many there may be."""
-        first, high = _written(self.low), _written(self.high)
-        span = f"above {first} up to {high}" if self.above else f"from {first} to {high}"
-        return self.kind.words.format(span=span, count=count, last=last, most=high)
-
-
-def _written(bound: float) -> str:
-    return str(int(bound)) if bound == int(bound) else str(bound)
 
 
 def _sampling(name: str, kind: Kind, low: float = 0, high: float = 1, *aliases: str, **more: Any) -> Field:
@@ -152,6 +65,12 @@ def _only(name: str, kind: Kind, value: float, *aliases: str, **more: Any) -> Fi
     """A field that clients send at the value which leaves it off, as Triton's OpenAI frontend does."""
     return Field(name=name, aliases=aliases, kind=kind, low=value, high=value, **more)
 
+
+# Fields of vLLM and vllm_backend, which clients send at null.
+_NULL = (
+    *("truncate_prompt_tokens", "logits_processors", "extra_args", "logprob_token_ids", "thinking_token_budget"),
+    *("repetition_detection", "guided_decoding_backend", "guided_whitespace_pattern", "lora_name"),
+)
 
 _TABLE = (
     _request(
@@ -198,7 +117,9 @@ _TABLE = (
         "frequency_penalty", NUMBER, -2, 2, "sampling_param_frequency_penalty",
         help="taken from the logits of tokens in the output as often as they are there",
     ),
-    _sampling("logit_bias", BIAS, -100, 100, count=MAX_BIAS, help="token ids and what is added to their logits"),
+    _sampling(
+        "logit_bias", BIAS, -MAX_BIAS, MAX_BIAS, count=MAX_BIASES, help="token ids and what is added to their logits"
+    ),
     _sampling("bad_words", TEXTS, 0, MAX_STOP_CHARS, "bad", help="texts that the output must not contain"),
     _sampling("allowed_token_ids", TOKEN_IDS, count=None, help="the only tokens; an empty list is all"),
     _sampling(
@@ -228,6 +149,7 @@ _TABLE = (
     _grammar("guided_grammar", grammars.EBNF, "the output is what this grammar says"),
     _grammar("guided_json_object", grammars.JSON_OBJECT, "the output is a JSON object"),
     _grammar("structured_outputs", grammars.STRUCTURE, "vLLM's spelling of the five above"),
+    _grammar("guided_decoding", grammars.STRUCTURE, "the same under its older name"),
     _grammar("response_format", grammars.RESPONSE_FORMAT, "OpenAI's spelling"),
     Field(
         name="guided_decoding_guide_type", kind=grammars.GUIDE_TYPE, help="json is any object; else what the guide is"
@@ -265,6 +187,11 @@ _TABLE = (
     _only("use_beam_search", TRUTH, 0),
     _only("early_stopping", TRUTH, 0),
     _only("image", STRINGS, 0),
+    _only("detokenize", TRUTH, 1),
+    _only("spaces_between_special_tokens", TRUTH, 1),
+    _only("flat_logprobs", TRUTH, 0),
+    _only("output_kind", INTEGER, 0),
+    *(_only(name, NULL, 0) for name in _NULL),
 )  # fmt: skip
 
 # Triton reads this parameter of a gRPC request itself, and leaves that of a generate request to us.

@@ -63,9 +63,18 @@ _STRUCTURES: dict[str, Callable[[Any], Grammar | None]] = {
 }
 
 
+# Members that say how vLLM is to do it. None of it is done here, and true would want it.
+_SWITCHES = ("disable_any_whitespace", "disable_fallback", "disable_additional_properties")
+
+
 def read_structure(raw: Any) -> Grammar | None:
-    """vLLM's `structured_outputs`: an object of which one member says the form."""
+    """vLLM's `structured_outputs`, once `guided_decoding`: an object of which one member says the form."""
     value = {key: each for key, each in read_object(raw).items() if each is not None}
+    for switch in _SWITCHES:
+        if read_truth(value.pop(switch, False)):
+            raise Explained(f"{switch} is only supported at false")
+    if "whitespace_pattern" in value:
+        raise Explained("whitespace_pattern is only supported at null")
     unknown = next((key for key in value if key not in _STRUCTURES), None)
     if unknown is not None:
         raise Explained(f"unknown key {unknown[:80]!a}")

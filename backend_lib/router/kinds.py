@@ -14,6 +14,7 @@ _MAX_JSON_CHARS = 1 << 20
 
 # Longer than any number that fits a field, shorter than what Python refuses to convert.
 _MAX_NUMBER_CHARS = 64
+MAX_BIAS = 100.0
 _WHOLE = re.compile(r"[+-]?[0-9]+")
 _TRUTH = {"true": True, "1": True, "false": False, "0": False}
 
@@ -120,6 +121,11 @@ def read_texts(raw: Any) -> tuple[str, ...]:
     return tuple(filter(None, read_strings(raw)))
 
 
+def read_null(raw: Any) -> None:
+    """Null itself counts as not given, and is never read."""
+    raise ValueError("not null")
+
+
 def read_integers(raw: Any) -> tuple[int, ...]:
     """Whole numbers from a list, a JSON list as text, or a number alone."""
     if isinstance(raw, str) and raw.lstrip().startswith("["):
@@ -138,9 +144,16 @@ def read_object(raw: Any) -> dict[str, Any]:
     return value
 
 
+def _clamped(bias: float) -> float:
+    return min(max(bias, -MAX_BIAS), MAX_BIAS)
+
+
 def read_bias(raw: Any) -> tuple[tuple[int, float], ...]:
-    """(token id, bias) from an object, whose keys are numbers as text. Two spellings of an id are one too many."""
-    pairs = tuple((read_integer(key), read_number(value)) for key, value in read_object(raw).items())
+    """(token id, bias) from an object, whose keys are numbers as text. Two spellings of an id are one too many.
+
+    What is beyond the bounds is the bound, as in vLLM.
+    """
+    pairs = tuple((read_integer(key), _clamped(read_number(value))) for key, value in read_object(raw).items())
     if len({token_id for token_id, _ in pairs}) != len(pairs):
         raise ValueError("a token twice")
     return pairs
@@ -210,6 +223,7 @@ TEXTS = Kind(
     is_list=True,
 )
 CHOICE = Kind("string", "auto or none", read_tool_choice, nothing)
+NULL = Kind("null", "null", read_null)
 JSON = Kind("JSON", "JSON, or the text of it", lambda raw: raw, nothing)
 TOKEN_IDS = Kind(
     "integers",
@@ -221,7 +235,7 @@ TOKEN_IDS = Kind(
 )
 BIAS = Kind(
     "object",
-    "a JSON object of at most {count} token ids from 0 to {last}, each with a number {span}",
+    "a JSON object of at most {count} token ids from 0 to {last}, each with a number, cut to lie {span}",
     read_bias,
     lambda value: (bias for _, bias in value),
     lambda value: _ends(token_id for token_id, _ in value),

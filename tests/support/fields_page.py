@@ -8,7 +8,8 @@ from types import MappingProxyType
 from typing import Any
 
 from backend_lib.router import tensors
-from backend_lib.router.fields import FIELDS, Field
+from backend_lib.router.field import Field
+from backend_lib.router.fields import FIELDS
 
 PAGE = Path(__file__).parents[2] / "docs" / "fields.md"
 BEGIN, END = "<!-- {}: begin -->\n", "<!-- {}: end -->"
@@ -53,7 +54,8 @@ _TESTS = {
         "guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_json_object",
     ),
     "tests/unit/test_fields.py::test_spellings_of_a_grammar": (
-        "structured_outputs", "response_format", "guided_decoding_guide_type", "guided_decoding_guide",
+        "structured_outputs", "guided_decoding", "response_format", "guided_decoding_guide_type",
+        "guided_decoding_guide",
     ),
     _LOGPROBS: ("logprobs", "return_logprobs", "return_cumulative_logprob"),
     "tests/server/test_outputs.py::test_log_probabilities_of_the_prompt": ("prompt_logprobs", "return_prompt_logprobs"),
@@ -83,7 +85,13 @@ _TESTS = {
     "tests/server/test_trtllm.py::test_each_name_is_obeyed": ("pad_id",),
     _OFF: (
         "beam_width", "length_penalty", "use_beam_search", "early_stopping", "image", "return_context_logits",
-        "return_generation_logits", "return_perf_metrics", "return_kv_cache_reuse_stats",
+        "return_generation_logits", "return_perf_metrics", "return_kv_cache_reuse_stats", "detokenize",
+        "spaces_between_special_tokens", "flat_logprobs", "output_kind", "truncate_prompt_tokens", "logits_processors",
+        "extra_args", "lora_name",
+    ),
+    "tests/unit/test_fields.py::test_null_is_nothing": (
+        "logprob_token_ids", "thinking_token_budget", "repetition_detection", "guided_decoding_backend",
+        "guided_whitespace_pattern",
     ),
 }  # fmt: skip
 TESTS = {name: test for test, names in _TESTS.items() for name in names}

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from backend_lib.router.fields import ALIASES, FIELDS, TIMEOUT, Field
+from backend_lib.router.field import Field
+from backend_lib.router.fields import ALIASES, FIELDS, TIMEOUT
 from backend_lib.router.grammars import GUIDE_TYPES
 from tests.support.checkpoints import hash_text
 from tests.support.hashing import VOCAB

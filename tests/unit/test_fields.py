@@ -48,6 +48,7 @@ REACHES: dict[str, tuple[Any, Any]] = {
     "guided_grammar": ('root ::= "a"', Grammar(kind=GrammarKind.EBNF, source='root ::= "a"')),
     "guided_json_object": (True, Grammar(kind=GrammarKind.JSON_OBJECT)),
     "structured_outputs": ({"regex": "b*", "json": None}, Grammar(kind=GrammarKind.REGEX, source="b*")),
+    "guided_decoding": ({"regex": "b*", "json": None}, Grammar(kind=GrammarKind.REGEX, source="b*")),
     "response_format": ({"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}, OF_SCHEMA),
     "stream": (True, True),
     "return_finish_reason": (True, True),
@@ -209,6 +210,19 @@ def test_ids_of_several_sequences_come_with_their_lengths():
         ({"structured_outputs": {"grammar": "g"}}, Grammar(kind=GrammarKind.EBNF, source="g")),
         ({"structured_outputs": {"json_object": True}}, Grammar(kind=GrammarKind.JSON_OBJECT)),
         ({"structured_outputs": {}}, None),
+        ({"guided_decoding": json.dumps({"json": SCHEMA, "whitespace_pattern": None, "backend": None})}, OF_SCHEMA),
+        ({"guided_decoding": {"choice": ["x"]}}, Grammar(kind=GrammarKind.CHOICE, source='["x"]')),
+        (
+            {
+                "structured_outputs": {
+                    "json": SCHEMA,
+                    "disable_any_whitespace": False,
+                    "disable_fallback": False,
+                    "disable_additional_properties": None,
+                }
+            },
+            OF_SCHEMA,
+        ),
         ({"response_format": {"type": "text"}}, None),
         ({"response_format": {"type": "text"}, "guided_json": SCHEMA}, OF_SCHEMA),
         ({"response_format": {"type": "json_object"}}, Grammar(kind=GrammarKind.JSON_OBJECT)),
@@ -241,6 +255,16 @@ def test_spellings_of_a_grammar(value, grammar):
         ),
         ({"structured_outputs": {"json": SCHEMA, "regex": "a"}}, "(json and regex exclude each other)"),
         ({"structured_outputs": {"jsn": SCHEMA}}, "(unknown key 'jsn')"),
+        (
+            {"structured_outputs": {"regex": "a", "disable_fallback": True}},
+            "(disable_fallback is only supported at false)",
+        ),
+        (
+            {"guided_decoding": {"disable_any_whitespace": "true"}},
+            "(disable_any_whitespace is only supported at false)",
+        ),
+        ({"guided_decoding": {"json": SCHEMA, "whitespace_pattern": " ?"}}, "(whitespace_pattern is only supported at"),
+        ({"guided_decoding": {"regex": "a"}, "guided_regex": "a"}, "'guided_regex' and 'guided_decoding' both"),
         ({"structured_outputs": "x"}, "'structured_outputs' is 'x'; allowed is a JSON object"),
         ({"guided_json": "{"}, "'guided_json' is '{'; allowed is a JSON schema"),
         ({"guided_json": [1]}, "'guided_json' is [1]; allowed is"),
@@ -279,9 +303,9 @@ def test_what_is_no_grammar_or_more_than_one(value, words):
         ("prompt_logprobs", [-1, 21], "a whole number from 0 to 20, or true or false"),
         (
             "logit_bias",
-            [{"1024": 1}, {"-1": 1}, {"x": 1}, {"5": 101}, {"5": "x"}, {"5": 1, "05": 2}, [5], "5", "{",
+            [{"1024": 1}, {"-1": 1}, {"x": 1}, {"5": float("inf")}, {"5": "x"}, {"5": 1, "05": 2}, [5], "5", "{",
              {str(i): 0 for i in range(1025)}],
-            "a JSON object of at most 1024 token ids from 0 to 1023, each with a number from -100 to 100",
+            "a JSON object of at most 1024 token ids from 0 to 1023, each with a number, cut to lie from -100 to 100",
         ),
         ("allowed_token_ids", [[1024], [-1], [1] * 1025, "x"], "a list of at most 1024 whole numbers, each from 0"),
         (
@@ -291,6 +315,14 @@ def test_what_is_no_grammar_or_more_than_one(value, words):
         ),
         ("stop", ['["a",', '[""'], "(it begins like a JSON list of strings, and is none)"),
         ("guided_choice", ["[1, 2]", "[", "[a, b]", ' ["a"'], "(it begins like a JSON list of strings, and is none)"),
+        ("detokenize", [False], "only true is supported"),
+        ("spaces_between_special_tokens", [False, "0"], "only true is supported"),
+        ("flat_logprobs", [True], "only false is supported"),
+        ("output_kind", [1, 2], "only 0 is supported"),
+        ("truncate_prompt_tokens", [-1, 5], "only null is supported"),
+        ("logits_processors", [["x"], []], "only null is supported"),
+        ("extra_args", [{"a": 1}], "only null is supported"),
+        ("lora_name", ["x"], "only null is supported"),
         ("length_penalty", [0.5], "only 1 is supported"),
         ("beam_width", [2], "only 1 is supported"),
         ("return_context_logits", [True], "only false is supported"),
@@ -316,12 +348,25 @@ def test_what_is_off_may_be_said():
         "early_stopping": 0,
         "image": [],
         "pad_id": 2,
+        "detokenize": True,
+        "spaces_between_special_tokens": "true",
+        "flat_logprobs": False,
+        "output_kind": 0,
         "return_context_logits": False,
         "return_generation_logits": 0,
         "return_perf_metrics": "false",
         "return_kv_cache_reuse_stats": False,
     }
     assert in_json(**off) == PLAIN
+
+
+@pytest.mark.parametrize("name", [*FIELDS, *ALIASES])
+def test_null_is_nothing(name):
+    assert in_json(**{name: None}) == PLAIN
+
+
+def test_a_bias_beyond_the_bounds_is_the_bound():
+    assert in_json(logit_bias={"5": 101, "6": -1e9}).sampling.logit_bias == ((5, 100.0), (6, -100.0))
 
 
 @pytest.mark.parametrize("name", ["stop", "stop_words", "bad_words", "bad"])
