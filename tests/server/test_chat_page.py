@@ -7,6 +7,7 @@ import re
 import sys
 
 from backend_lib.router.chat.messages import parse_messages
+from tests.support.clients import HttpClient
 from tests.support.documents import ROOT, for_server, run
 
 PAGE = (ROOT / "docs/chat.md").read_text()
@@ -31,3 +32,10 @@ def test_the_conversation_with_a_result_is_one():
     messages = parse_messages(values["messages"])
     assert [message["role"] for message in messages] == ["user", "assistant", "tool"]
     assert messages[1]["tool_calls"][0]["function"]["arguments"] == {"place": "Bern"}
+
+
+def test_the_conversation_with_a_result_is_answered(server):
+    values: dict = {}
+    exec(RESULT, values)
+    body = {"messages": values["messages"], "max_tokens": 4, "return_num_output_tokens": True}
+    assert HttpClient(server.http_url).generate(None, **body)["num_output_tokens"] >= 1

@@ -100,7 +100,13 @@ class _Compiled:
             raise ChatError(f"{self.fault or 'this model has no chat template'}; give the whole prompt as 'text_input'")
         if not self._takes_parts:
             messages = joined_parts(messages)
-        return _rendered(self._template, variables | {"messages": messages})
+        try:
+            return _rendered(self._template, variables | {"messages": messages})
+        except ChatError:
+            if all("content" in message for message in messages):
+                raise
+        # A call of tools may come without content, which many a template reads all the same.
+        return _rendered(self._template, variables | {"messages": [{"content": ""} | each for each in messages]})
 
     def _compile(self, source: str) -> Template | None:
         """Whatever a template makes Jinja, or Python's own compiler behind it, raise is a fault of the template."""
