@@ -52,7 +52,7 @@ REFUSED = {
     "not a number": ({"temperature": "nan"}, "'temperature' is 'nan'"),
     "top_p of 0": ({"top_p": 0}, "'top_p' is 0; allowed is a number above 0 up to 1"),
     "a token id beyond the vocabulary": ({"stop_token_ids": 1024}, "each from 0 to 1023"),
-    "an empty stop string": ({"stop": ""}, "'stop' is ''"),
+    "half a list of stop strings": ({"stop": '["a"'}, "it begins like a JSON list of strings, and is none"),
     "too many stop strings": ({"stop": json.dumps(["a"] * 65)}, "at most 64 strings"),
     "min above max": ({"min_tokens": 5, "max_tokens": 4}, "'min_tokens' is 5; allowed is at most max_tokens"),
     "an unknown key": ({"max_token": 4}, "unknown field 'max_token' (did you mean 'max_tokens'?)"),
