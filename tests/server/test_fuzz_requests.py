@@ -8,6 +8,7 @@ drawn; each such place in `tests.support.fuzz_http` and `fuzz_grpc` says why, an
 from __future__ import annotations
 
 import collections
+import contextlib
 import re
 import secrets
 import threading
@@ -17,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
+import numpy as np
 import psutil
 import pytest
 
@@ -38,7 +40,7 @@ GROWTH = 48 << 20  # bytes that a process may be larger after the second half of
 NAMES = "|".join([*FIELDS, *ALIASES, "text_input", "sampling_parameters", "timeout", "parameters"])
 OURS = re.compile(
     rf"'({NAMES})(\W[^']*)?' (is|has|are|and|hold|make|cannot) |unknown field |the request id is missing; |"
-    r"the prompt has the token |the [\w ]+ cannot be used: |the request cannot be read: 'parameters' |"
+    r"the prompt has the token |the request cannot be read: 'parameters' |"
     r"the request's timeout of |no (room|slots) for |the request was cancelled"
 )
 TRITONS = re.compile(
@@ -49,7 +51,8 @@ TRITONS = re.compile(
     r"HTTP \d+|ModelInfer RPC doesn't support|Unable to find shared memory region|contents field must not|"
     r"(invalid|failed to get) model version|string correlation ID cannot be|unable to find data for|"
     r"incomplete string data|parameter keys starting with 'triton_'|"
-    r"\[request id: .*\] (incomplete string|All input dimensions|input|inference|expected|unexpected|got) ",
+    r"\[request id: .*\] (out of bounds index|incomplete string|All input dimensions) |"
+    r"\[request id: .*\] (input|inference|expected|unexpected|got) ",
     re.DOTALL,
 )
 
@@ -86,7 +89,9 @@ class Fuzzing:
     def __init__(self, server: RunningServer, seed: int) -> None:
         self._server = server
         self._seed = seed
-        self._inputs = {each["name"]: each["data_type"] for each in HttpClient(server.http_url).config()["input"]}
+        config = HttpClient(server.http_url).config()
+        self._inputs = {each["name"]: each["data_type"] for each in config["input"]}
+        self._shape = (1, 1) if config["max_batch_size"] else (1,)
         self._thread = threading.local()
         self.outcomes: collections.Counter[str] = collections.Counter()
         self.strange: list[str] = []
@@ -112,7 +117,7 @@ class Fuzzing:
         if not hasattr(self._thread, "channel"):
             options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_send_message_length", -1)]
             self._thread.channel = grpc.insecure_channel(self._server.grpc_url, options=options)
-        return grpc_case(draw, self._inputs).send(self._thread.channel)
+        return grpc_case(draw, self._inputs, self._shape).send(self._thread.channel)
 
     def _keep(self, outcome: Outcome) -> None:
         if outcome.kind != "error":
@@ -126,8 +131,14 @@ class Fuzzing:
 
 @pytest.fixture(scope="module")
 def fuzzed(hash_checkpoint: Path) -> Iterator[RunningServer]:
+    with _fuzzed(hash_checkpoint) as running:
+        yield running
+
+
+@contextlib.contextmanager
+def _fuzzed(hash_checkpoint: Path, **more: str) -> Iterator[RunningServer]:
     # Triton never finishes unloading a model once gRPC has refused a request to it: do not wait for that.
-    settings = {"max_model_len": CONTEXT, "queue_size": 2048}
+    settings = {"max_model_len": CONTEXT, "queue_size": 2048, **more}
     with running_server(model=hash_checkpoint, settings=settings, extra_flags=["--exit-timeout-secs=1"]) as running:
         yield running
 
@@ -141,6 +152,14 @@ def test_many_hostile_requests(fuzzed: RunningServer):
     seed = secrets.randbits(32)
     print(f"seed {seed}")
     _fuzz(fuzzed, seed=seed, count=20_000)
+
+
+@pytest.mark.long
+def test_hostile_requests_under_the_contract_of_tensorrtllm_backend(hash_checkpoint: Path):
+    seed = secrets.randbits(32)
+    print(f"seed {seed}")
+    with _fuzzed(hash_checkpoint, contract="trtllm") as server:
+        _fuzz(server, seed=seed, count=5000)
 
 
 def test_parameters_that_are_too_long_in_all(fuzzed: RunningServer):
@@ -211,6 +230,8 @@ def _generate_stream(server: RunningServer) -> str:
 
 def _grpc_stream(server: RunningServer) -> str:
     with grpc_stream(server.grpc_url) as stream:
-        responses = stream.ask(PROMPT, stream=True, parameters={"max_tokens": TOKENS, **GREEDY})
+        shape = (1, 1) if HttpClient(server.http_url).config()["max_batch_size"] else (1,)
+        tensors = {"text_input": np.full(shape, PROMPT.encode(), object), "stream": np.full(shape, True)}
+        responses = stream.ask(None, parameters={"max_tokens": TOKENS, **GREEDY}, **tensors)
         assert not responses[-1].error, responses[-1].error
         return "".join(response.text for response in responses)

@@ -17,6 +17,11 @@ Message = service_pb2.ModelInferRequest
 SHAPES = ((), (0,), (1,), (2,), (1, 1), (-1,), (1 << 31,), (1 << 62, 4), (0, 1 << 62), (65,), (1,) * 20)
 DATATYPES = ("BYTES", "BOOL", "INT32", "UINT64", "FP32", "FP64", "INT8", "BF16", "", "bytes", "NONSENSE")
 _Fault = Callable[[Draw, Message], None]
+_NUMBERS = {
+    "TYPE_INT32": ("i", (0, 1, VOCAB - 1, VOCAB, -1, (1 << 31) - 1, -(1 << 31))),
+    "TYPE_UINT64": ("Q", (0, 1, (1 << 64) - 1)),
+    "TYPE_FP32": ("f", (0.0, 0.5, 1.0, -1.0, 1e-40, 3e38, float("nan"), float("inf"))),
+}
 _PROMPTS = ("text_input", "input_ids", "messages")
 _SERVICE = "/inference.GRPCInferenceService/"
 
@@ -61,12 +66,13 @@ def _is_ending(response: service_pb2.ModelStreamInferResponse) -> bool:
     return bool(response.error_message) or response.infer_response.parameters["triton_final_response"].bool_param
 
 
-def grpc_case(draw: Draw, inputs: Mapping[str, str]) -> GrpcCase:
-    """A call of one request or several. `inputs`: Triton's data type by name, such as TYPE_BOOL."""
+def grpc_case(draw: Draw, inputs: Mapping[str, str], shape: Sequence[int] = (1,)) -> GrpcCase:
+    """A call of one request or several. `inputs`: Triton's data type by name, such as TYPE_BOOL. `shape`: of tensors
+    that are right."""
     count = draw.choice((1, 1, 1, 2, 5))
     # An unknown model in a call with others makes tritonserver 24.10 end itself, so it is asked for alone.
     faults = (*_FAULTS, _model) if count == 1 else _FAULTS
-    messages = [_message(draw, inputs, faults).SerializeToString() for _ in range(count)]
+    messages = [_message(draw, inputs, faults, shape).SerializeToString() for _ in range(count)]
     is_proper = not draw.likely(0.04)
     if not is_proper:
         cut = draw.randrange(len(messages[-1]))
@@ -75,7 +81,7 @@ def grpc_case(draw: Draw, inputs: Mapping[str, str]) -> GrpcCase:
     return GrpcCase(tuple(messages), draw.likely(0.9), cancel_after, is_proper)
 
 
-def _message(draw: Draw, inputs: Mapping[str, str], faults: Sequence[_Fault]) -> Message:
+def _message(draw: Draw, inputs: Mapping[str, str], faults: Sequence[_Fault], shape: Sequence[int]) -> Message:
     message = Message(model_name="llm", id=draw.choice(("", "1", "the same", "é\x00", "x" * 5000)))
     prompt = draw.choice(_PROMPTS) if draw.likely(0.3) else _PROMPTS[0]
     _add_input(message, prompt, _content(draw, prompt, inputs[prompt]), inputs[prompt].removeprefix("TYPE_"))
@@ -83,6 +89,8 @@ def _message(draw: Draw, inputs: Mapping[str, str], faults: Sequence[_Fault]) ->
     for name in draw.sample(sorted(others), draw.randrange(4)):
         if name != prompt:
             _add_input(message, name, _content(draw, name, inputs[name]), inputs[name].removeprefix("TYPE_"))
+    for tensor in message.inputs:
+        tensor.shape.extend(shape)
     for name, value in draw.fields() if draw.likely(0.6) else ():
         _set_parameter(draw, message.parameters, name, value)
     if draw.likely(0.1):
@@ -94,15 +102,16 @@ def _message(draw: Draw, inputs: Mapping[str, str], faults: Sequence[_Fault]) ->
 
 
 def _add_input(message: Message, name: str, content: bytes, datatype: str) -> None:
-    message.inputs.add(name=name, datatype="BYTES" if datatype == "STRING" else datatype, shape=[1])
+    message.inputs.add(name=name, datatype="BYTES" if datatype == "STRING" else datatype)
     message.raw_input_contents.append(content)
 
 
 def _content(draw: Draw, name: str, kind: str) -> bytes:
     if kind == "TYPE_BOOL":
         return bytes([draw.choice((0, 1)) if draw.likely(0.9) else 255])
-    if kind == "TYPE_INT32":
-        return struct.pack("<i", draw.choice((0, 1, VOCAB - 1, VOCAB, -1, (1 << 31) - 1, -(1 << 31))))
+    if kind in _NUMBERS:
+        letter, numbers = _NUMBERS[kind]
+        return struct.pack(f"<{letter}", draw.choice(numbers))
     if name == "messages":
         return _packed(draw.encoded(draw.messages()))
     return _packed(draw.encoded(draw.sampling_text() if name == "sampling_parameters" else draw.prompt()))
