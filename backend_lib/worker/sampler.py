@@ -62,17 +62,18 @@ class SamplingBatch:
         filtered = [place for place in drawn if sequences[place].top_k or sequences[place].top_p < 1]
         plain = [place for place in drawn if place not in filtered] if filtered else drawn
         top_k = [sequences[place].top_k for place in filtered]
-        banned = [(place, token) for place, seq in enumerate(sequences) for token in seq.banned_token_ids]
-        ruled = [(place, seq.rules) for place, seq in enumerate(sequences) if seq.rules]
-        told = [place for place, sequence in enumerate(sequences) if sequence.logprobs is not None]
+        special = [(place, sequence) for place, sequence in enumerate(sequences) if sequence.is_special]
+        banned = [(place, token) for place, sequence in special for token in sequence.banned_token_ids]
+        ruled = [(place, sequence.rules) for place, sequence in special if sequence.rules]
+        told = [place for place, sequence in special if sequence.logprobs is not None]
         return cls(
             rows=_int64([sequence.row for sequence in sequences]),
             positions=_int64(positions),
             plain=_int64(plain),
             filtered=_int64(filtered),
             candidates=max(top_k) if top_k and all(top_k) else 0,
-            has_min_p=any(sequence.min_p for sequence in sequences),
-            **_masks(sequences, vocab_size),
+            has_min_p=any(sequence.min_p for _, sequence in special),
+            **_masks(special, vocab_size),
             banned=_int64(banned).view(-1, 2).T,
             allowed=[(place, rules.allowed) for place, rules in ruled if rules.allowed is not None],
             **_biases(ruled),
@@ -82,9 +83,9 @@ class SamplingBatch:
         )
 
 
-def _masks(sequences: list[Sequence], vocab_size: int) -> dict[str, Any]:
+def _masks(special: list[tuple[int, Sequence]], vocab_size: int) -> dict[str, Any]:
     """One that has ended runs a step too far, and has no next token."""
-    states = [(place, each.grammar_state) for place, each in enumerate(sequences) if not each.finish]
+    states = [(place, sequence.grammar_state) for place, sequence in special if not sequence.finish]
     masked = [(place, state) for place, state in states if state is not None]
     masks = np.empty((len(masked), mask_width(vocab_size)), dtype=np.int32)
     for row, (_, state) in zip(masks, masked, strict=True):

@@ -63,11 +63,14 @@ class Sequence:
     num_shared: int = 0  # leading tokens whose KV indices belong to the prefix cache
     node: Node | None = None  # its locked end in the prefix cache
     cached_indices: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int32))  # int32, where it began
+    is_special: bool = field(init=False)  # asks the sampler for more than temperature, top-k and top-p
     known_len: int = field(init=False)  # tokens whose ids the CPU knew at admission; beyond lies the relay table
 
     def __post_init__(self) -> None:
         self.known_len = len(self.prompt_ids) + self.output_len
         self.num_planned = self.output_len
+        wishes = (self.rules, self.grammar, self.logprobs is not None, self.min_p, self.min_tokens)
+        self.is_special = any(wishes)
 
     @classmethod
     def from_slot(cls, slots: SlotTable, slot: int, generation: int, eos_token_ids: frozenset[int]) -> Sequence:
