@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from typing import Any
 
 import pytest
 
@@ -278,7 +279,7 @@ def test_prompts_that_cannot_be_served_are_refused_in_words(router, text: str, w
 
 
 def test_what_cannot_fit_is_not_tokenised(router, monkeypatch) -> None:
-    monkeypatch.setattr(router._intake._encoder, "_tokenizer", None)
+    monkeypatch.setattr(router._intake._prompts._encoder, "_tokenizer", None)
     ask = Ask([], {"max_tokens": 1}, text="a" * 1_000_000)
     router.submit(ask.inbound())
     kind, message = ask.sender.wait().error
@@ -295,17 +296,17 @@ class SlowTokenizer:
         self._tokenizer = tokenizer
         self._slow = slow
 
-    def encode_batch_fast(self, texts: list[str]):
+    def encode_batch_fast(self, texts: list[str], **options: Any):
         self.texts += texts
         if texts == [self._slow]:
             self.may_go_on.wait(10)
-        return self._tokenizer.encode_batch_fast(texts)
+        return self._tokenizer.encode_batch_fast(texts, **options)
 
 
 @pytest.fixture
 def slow(router, monkeypatch) -> SlowTokenizer:
-    tokenizer = SlowTokenizer(router._intake._encoder._tokenizer, slow=hash_text([9]))
-    monkeypatch.setattr(router._intake._encoder, "_tokenizer", tokenizer)
+    tokenizer = SlowTokenizer(router._intake._prompts._encoder._tokenizer, slow=hash_text([9]))
+    monkeypatch.setattr(router._intake._prompts._encoder, "_tokenizer", tokenizer)
     return tokenizer
 
 
@@ -317,7 +318,7 @@ def test_a_panic_in_the_tokenizer_is_that_requests_error(router, monkeypatch) ->
     def panic(*args):
         raise Panic("index out of bounds")
 
-    monkeypatch.setattr(router._intake._encoder, "encode", panic)
+    monkeypatch.setattr(router._intake._prompts._encoder, "encode", panic)
     asks = [Ask([5], {"max_tokens": 1}) for _ in range(5)]
     for ask in asks:
         router.submit(ask.inbound())
