@@ -38,7 +38,7 @@ class Prompts:
             ids = self._encoder.encode(request.text, max_len, name="messages", add_special_tokens=False)
         else:
             ids = self._encoder.encode(request.text, max_len)
-        self._check_ids(ids)
+        self._check_ids(ids, "messages" if request.chat else "text_input")
         return request, ids
 
     def _rendered(self, chat: Chat) -> str:
@@ -59,11 +59,11 @@ class Prompts:
         text = self._tokenizer.decode(list(request.prompt_ids), skip_special_tokens=skip)
         return replace(request, text=text)
 
-    def _check_ids(self, prompt_ids: list[int]) -> None:
+    def _check_ids(self, prompt_ids: list[int], name: str) -> None:
         """Some tokenizers have tokens that the model has not (Gemma 3's for images); they would end the worker."""
         largest, vocab_size = max(prompt_ids), self._vocab_size
         if largest >= vocab_size:
             token = self._tokenizer.id_to_token(largest)
             raise RequestError(
-                f"the prompt has the token {token!r}, whose id is {largest}; allowed are ids below {vocab_size}"
+                f"'{name}' has the token {token!r}, whose id is {largest}; allowed are ids below {vocab_size}"
             )

@@ -40,7 +40,7 @@ GROWTH = 48 << 20  # bytes that a process may be larger after the second half of
 NAMES = "|".join([*FIELDS, *ALIASES, "text_input", "sampling_parameters", "timeout", "parameters"])
 OURS = re.compile(
     rf"'({NAMES})(\W[^']*)?' (is|has|are|and|hold|make|cannot) |unknown field |the request id is missing; |"
-    r"the prompt has the token |the request cannot be read: 'parameters' |"
+    r"the request cannot be read: 'parameters' |"
     r"the request's timeout of |no (room|slots) for |the request was cancelled"
 )
 TRITONS = re.compile(

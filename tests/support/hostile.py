@@ -122,7 +122,8 @@ def mutate_bytes(content: bytes, boundaries: list[int], generator: random.Random
     """One to three changes, most of them where a number, a length or a text begins."""
     changed = bytearray(content)
     for _ in range(generator.choice((1, 1, 2, 3))):
-        at = generator.choice(boundaries) if generator.random() < 0.7 else generator.randrange(len(content))
+        is_structural = boundaries and generator.random() < 0.7  # a template is text without any
+        at = generator.choice(boundaries) if is_structural else generator.randrange(len(content))
         generator.choice(_CHANGES)(changed, at, generator)
     return bytes(changed)
 
