@@ -50,13 +50,14 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         _set_up_logging()
-        threading.Thread(target=_end_with_triton, args=(os.pidfd_open(os.getppid()),), daemon=True).start()
+        server = os.pidfd_open(os.getppid())
+        threading.Thread(target=_end_with_triton, args=(server,), daemon=True).start()
         config = json.loads(args["model_config"])
         try:
             _check_instances(config)
             settings = Settings.from_parameters(_settings(config))
             is_serving = partial(_is_serving, args["model_name"], args["model_version"])
-            self._router = Router(settings, is_serving=is_serving)
+            self._router = Router(settings, is_serving=is_serving, server=server)
         except (ValueError, RuntimeError, OSError) as error:
             raise pb_utils.TritonModelException(str(error)) from error
         self._contract = settings.contract

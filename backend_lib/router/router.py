@@ -43,10 +43,13 @@ class Router:
     client has the last response and the worker has released it.
     """
 
-    def __init__(self, settings: Settings, *, is_serving: Callable[[], bool] = lambda: True) -> None:
+    def __init__(
+        self, settings: Settings, *, is_serving: Callable[[], bool] = lambda: True, server: int | None = None
+    ) -> None:
         """Load the tokenizer, make the arena and start the workers.
 
-        `is_serving`: whether the model is wanted; once it is not, streams are ended after the drain time.
+        `is_serving`: whether the model is wanted; once it is not, streams are ended after the drain time. `server`: a
+        pidfd of the process whose end is this one's.
 
         Raises:
             ValueError, OSError, RuntimeError: the model cannot be served, in words for Triton's log.
@@ -70,7 +73,7 @@ class Router:
         self.metrics = Metrics()
         self.worker_counts = WorkerCounts(self.metrics, self._look)
         self._supervisor = Supervisor(
-            self._arena, self._group, hang_seconds=settings.hang_seconds,
+            self._arena, self._group, hang_seconds=settings.hang_seconds, server=server,
             on_up=self._group.came_up, on_down=self._worker_died,
         )  # fmt: skip
         kv_tokens = self._supervisor.start()

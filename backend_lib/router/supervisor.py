@@ -42,6 +42,7 @@ class Supervisor:
         group: Group,
         *,
         hang_seconds: float,
+        server: int | None = None,
         on_up: Callable[[], None],
         on_down: Callable[[End], None],
     ) -> None:
@@ -49,6 +50,7 @@ class Supervisor:
         self._group = group
         self._status = arena.status(group.index, 0)
         self._hang_seconds = hang_seconds
+        self._server = server
         self._on_up = on_up
         self._on_down = on_down
         self._stop = Doorbell()
@@ -83,7 +85,7 @@ class Supervisor:
     def _run_worker(self) -> End:
         """One worker from start to end."""
         try:
-            worker = WorkerProcess(self._arena, self._group, rank=0)
+            worker = WorkerProcess(self._arena, self._group, rank=0, server=self._server)
         except OSError as error:  # no interpreter, no memory for a process
             self.failed_starts += 1
             return End(f"a worker could not be started: {error}")

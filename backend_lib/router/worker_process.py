@@ -26,8 +26,10 @@ class WorkerProcess:
     The worker has a session of its own, so that Ctrl-C in a terminal reaches Triton first.
     """
 
-    def __init__(self, arena: Arena, group: Group, *, rank: int) -> None:
+    def __init__(self, arena: Arena, group: Group, *, rank: int, server: int | None) -> None:
+        """`server`: a pidfd of the process with which the router is to end, if there is one."""
         fds = {"arena": arena.fd, "commands": group.commands.fd, "replies": group.replies.fd}
+        fds |= {} if server is None else {"server": server}
         numbers = {"group": group.index, "rank": rank, "epoch": arena.epoch(group.index), "parent": os.getpid()}
         arguments = [f"--{name}={value}" for name, value in (fds | numbers).items()]
         self._oom_kills = _oom_kills()

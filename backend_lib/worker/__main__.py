@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import select
+import signal
 import sys
+import threading
 import traceback
 
 from backend_lib.arena import Arena, Doorbell, StatusBlock
@@ -16,6 +19,8 @@ from backend_lib.worker.parent import die_with_parent
 def main() -> None:
     args = _arguments()
     die_with_parent(args.parent)
+    if args.server is not None:
+        threading.Thread(target=_end_router_with_server, args=(args.server, args.parent), daemon=True).start()
     logging.basicConfig(level=logging.INFO, format="tandem worker %(process)d: %(message)s", stream=sys.stderr)
     arena = Arena.attach(args.arena)
     status = arena.status(args.group, args.rank)
@@ -46,6 +51,16 @@ def _serve(arena: Arena, status: StatusBlock, args: argparse.Namespace) -> None:
     engine.loop.run_forever()
 
 
+def _end_router_with_server(server: int, router: int) -> None:
+    """The router ends itself when tritonserver is dead, unless a thread of it waits inside Triton's code for the dead
+    server and keeps Python's lock: then no other thread of it runs any more."""
+    poll = select.poll()
+    poll.register(server, select.POLLIN)
+    poll.poll()
+    if os.getppid() == router:
+        os.kill(router, signal.SIGKILL)
+
+
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="backend_lib.worker", description=__doc__)
     for name, text in {
@@ -58,6 +73,7 @@ def _arguments() -> argparse.Namespace:
         "parent": "process id of the router",
     }.items():
         parser.add_argument(f"--{name}", type=int, required=True, help=text)
+    parser.add_argument("--server", type=int, help="pidfd of tritonserver")
     return parser.parse_args()
 
 

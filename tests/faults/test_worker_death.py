@@ -275,3 +275,29 @@ def test_a_worker_does_not_outlive_its_router(folder, state: str) -> None:
         process.kill()
         process.wait()
     wait_until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE, timeout=2)
+
+
+_STUCK_ROUTER = """
+import ctypes, os, sys
+from pathlib import Path
+from backend_lib.config import Settings
+from backend_lib.router.router import Router
+from tests.support.engine import worker_pid
+router = Router(Settings(model=sys.argv[1], threads=1), server=os.pidfd_open(os.getppid()))
+print(os.getpid(), worker_pid(router), flush=True)
+ctypes.PyDLL(None).sleep(60)  # keeps Python's lock, as a thread does that waits in C for a server that is dead
+"""
+_SERVER = "import subprocess, sys; subprocess.run([sys.executable, '-c', *sys.argv[1:]])"
+
+
+def test_a_router_that_is_stuck_does_not_outlive_its_server(tmp_path) -> None:
+    folder = make_hash_checkpoint(tmp_path / "hash", vocab_size=VOCAB, eos_token_id=EOS)
+    command = [sys.executable, "-c", _SERVER, _STUCK_ROUTER, str(folder)]
+    server = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        pids = [int(pid) for pid in server.stdout.readline().split()]
+        assert all(map(psutil.pid_exists, pids))
+    finally:
+        server.kill()
+        server.wait()
+    wait_until(lambda: not any(map(psutil.pid_exists, pids)), timeout=2)
