@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 # More than all fields at their longest need. Python parses JSON without letting other threads run.
@@ -215,12 +215,10 @@ STRINGS = Kind(
     lambda value: map(len, value),
     is_list=True,
 )
-TEXTS = Kind(
-    "strings",
-    "a string or a list of at most {count} strings, each at most {most} characters long",
-    read_texts,
-    lambda value: map(len, value),
-    is_list=True,
+TEXTS = replace(
+    STRINGS,
+    words="a string or a list of at most {count} strings, each at most {most} characters long",
+    read=read_texts,
 )
 CHOICE = Kind("string", "auto or none", read_tool_choice, nothing)
 NULL = Kind("null", "null", read_null)

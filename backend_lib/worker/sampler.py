@@ -113,9 +113,8 @@ class Sampler:
     """Keeps each row's parameters on the device; they are written when a row changes hands, not every step.
 
     The order is vLLM's: log-probabilities are those of the model's logits, of what a grammar allows. These are then
-    changed by allowed tokens,
-    bans, biases and penalties; what is greedy takes the best. What is drawn is divided by the temperature and filtered
-    by min-p, top-k and top-p.
+    changed by allowed tokens, bans, biases and penalties; what is greedy takes the best. What is drawn is divided by
+    the temperature and filtered by min-p, top-k and top-p.
     """
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
@@ -182,7 +181,8 @@ class Sampler:
         rows = batch.rows[places]
         width = min(batch.candidates or logits.shape[1], logits.shape[1])
         scores, token_ids = _best(logits.div_(self._temperature[rows, None]), width)
-        self._drop_unlikely(scores, rows, scores[:, :1].clone())
+        if batch.has_min_p:
+            self._drop_unlikely(scores, rows, scores[:, :1].clone())
         top_k = self._top_k[rows, None]
         scores.masked_fill_((top_k > 0) & (torch.arange(width, device=scores.device) >= top_k), -torch.inf)
         probabilities = scores.softmax(dim=-1)
