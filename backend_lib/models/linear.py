@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -35,9 +36,17 @@ class Fp16Linear:
         return torch.ops.quantized.linear_dynamic_fp16(x, self.packed)
 
 
+def quantised(weight: torch.Tensor, bias: torch.Tensor | None, bits: int) -> Linear:
+    from backend_lib.models.quantised import QuantisedLinear  # numba takes a second to import
+
+    return QuantisedLinear(weight, bias, bits)
+
+
 _FORMATS: dict[str, Callable[[torch.Tensor, torch.Tensor | None], Linear]] = {
     "fp32": Fp32Linear,
     "fp16": Fp16Linear,
+    "int8": partial(quantised, bits=8),
+    "int4": partial(quantised, bits=4),
     "auto": Fp16Linear,
 }
 

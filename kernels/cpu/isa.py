@@ -1,0 +1,101 @@
+"""Sums of products of 8-bit integers, in the instructions that this CPU has.
+
+Codes of weights are unsigned, those of activations signed. A group has 32 products for each of 16 lanes, in 8 turns of 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import llvmlite.binding as llvm
+import numba
+from llvmlite import ir
+
+from kernels.cpu.ir import I8, I32, LANES, VI32, call, constant, shuffle
+
+_HALF = LANES // 2
+_I16 = ir.IntType(16)
+_BYTES, _WORDS, _DWORDS = ir.VectorType(I8, 32), ir.VectorType(_I16, 16), ir.VectorType(I32, _HALF)
+_NEEDED = ("avx2", "fma", "f16c")
+
+
+class Products(NamedTuple):
+    """`start` and `finish` a group's sums: `add(builder, sums, codes, activations)` takes int32 [16] of 4 bytes each."""
+
+    start: Callable[[], object]
+    add: Callable[[ir.IRBuilder, object, ir.Value, ir.Value], object]
+    finish: Callable[[ir.IRBuilder, object], ir.Value]
+
+
+def features() -> frozenset[str]:
+    """What numba compiles for, in LLVM's names: this CPU's, unless numba has been told otherwise (NUMBA_CPU_FEATURES)."""
+    told = numba.config.CPU_FEATURES
+    if told is not None:
+        return frozenset(name[1:] for name in told.split(",") if name.startswith("+"))
+    return frozenset(name for name, has in llvm.get_host_cpu_features().items() if has)
+
+
+def is_supported() -> bool:
+    return set(_NEEDED) <= features()
+
+
+HAS_VNNI = {"avx512f", "avx512vnni"} <= features()
+MOST_ROWS = 8 if HAS_VNNI else 4
+
+
+def products(bits: int) -> Products:
+    """For unsigned codes of 4 or 8 bits."""
+    if HAS_VNNI:
+        return Products(lambda: constant(VI32, 0), _add_vnni, lambda b, sums: sums)
+    if bits == 4:
+        return Products(lambda: [constant(_WORDS, 0)] * 2, _add_words, _finish_words)
+    return Products(lambda: [constant(_DWORDS, 0)] * 2, _add_signed, lambda b, sums: _join(b, *sums))
+
+
+def _add_vnni(b: ir.IRBuilder, sums: ir.Value, codes: ir.Value, activations: ir.Value) -> ir.Value:
+    return call(b, "llvm.x86.avx512.vpdpbusd.512", VI32, sums, codes, activations)
+
+
+def _add_words(b: ir.IRBuilder, sums: list, codes: ir.Value, activations: ir.Value) -> list:
+    """8 turns of 2 * 15 * 127 at most stay within 16 bits."""
+    return [
+        b.add(total, call(b, "llvm.x86.avx2.pmadd.ub.sw", _WORDS, u, s))
+        for total, u, s in zip(sums, _halves(b, codes), _halves(b, activations), strict=True)
+    ]
+
+
+def _finish_words(b: ir.IRBuilder, sums: list) -> ir.Value:
+    ones = constant(_WORDS, 1)
+    return _join(b, *(call(b, "llvm.x86.avx2.pmadd.wd", _DWORDS, total, ones) for total in sums))
+
+
+def _add_signed(b: ir.IRBuilder, sums: list, codes: ir.Value, activations: ir.Value) -> list:
+    """Two products of 255 * 127 do not fit into 16 bits, so that they are widened before they are multiplied."""
+    out = []
+    for total, u, s in zip(sums, _halves(b, codes), _halves(b, activations), strict=True):
+        even = _even_bytes(b, u, signed=False), _even_bytes(b, s, signed=True)
+        odd = _odd_bytes(b, u, signed=False), _odd_bytes(b, s, signed=True)
+        for left, right in (even, odd):
+            total = b.add(total, call(b, "llvm.x86.avx2.pmadd.wd", _DWORDS, left, right))
+        out.append(total)
+    return out
+
+
+def _even_bytes(b: ir.IRBuilder, x: ir.Value, *, signed: bool) -> ir.Value:
+    words, eight = b.bitcast(x, _WORDS), constant(_WORDS, 8)
+    return b.ashr(b.shl(words, eight), eight) if signed else b.and_(words, constant(_WORDS, 255))
+
+
+def _odd_bytes(b: ir.IRBuilder, x: ir.Value, *, signed: bool) -> ir.Value:
+    words, eight = b.bitcast(x, _WORDS), constant(_WORDS, 8)
+    return b.ashr(words, eight) if signed else b.lshr(words, eight)
+
+
+def _halves(b: ir.IRBuilder, x: ir.Value) -> list[ir.Value]:
+    low, high = list(range(_HALF)), list(range(_HALF, LANES))
+    return [b.bitcast(shuffle(b, x, x, lanes), _BYTES) for lanes in (low, high)]
+
+
+def _join(b: ir.IRBuilder, low: ir.Value, high: ir.Value) -> ir.Value:
+    return shuffle(b, low, high, list(range(LANES)))
