@@ -37,9 +37,16 @@ class Settings:
         "trtllm",
         help="whose tensors clients send: vllm_backend's, or tensorrtllm_backend's with a batch dimension",
     )
-    dtype: str = _choice("auto", "float32", help="type of activations and KV cache")
+    dtype: str = _choice(
+        "auto", "float32", help="type of the KV cache; `auto` is float16 with int4 and int8 weights, and else float32"
+    )
     weights: str = _choice(
-        "auto", "fp32", "fp16", help="format the linear layers keep their weights in; `auto` is fp16"
+        "auto",
+        "int4",
+        "int8",
+        "fp16",
+        "fp32",
+        help="format the linear layers keep their weights in; `auto` is int4 where that loses nothing, else int8",
     )
     overlap: str = _choice("auto", "on", "off", help="whether the loop prepares a step while the one before it runs")
     tensor_parallel: int = _number(1, 1, 1, help="workers that share one copy of the weights")
@@ -85,7 +92,7 @@ class Settings:
     hang_seconds: float = _number(
         60.0, 6.0, 86400.0, help="a worker that makes no progress for so long, and for 20 full steps, is replaced"
     )
-    threads: int | None = _number(None, 1, 1024, help="compute threads of a CPU worker; `auto` is all cores but one")
+    threads: int | None = _number(None, 1, 1024, help="compute threads of a CPU worker; `auto` is the cores it may use")
 
     @classmethod
     def from_parameters(cls, parameters: Mapping[str, str]) -> Settings:

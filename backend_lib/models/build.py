@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from backend_lib.checkpoint import DecoderConfig, ExpertsConfig, LayerConfig, RopeConfig
 from backend_lib.models.attention import Scores
 from backend_lib.models.decoder import Attention, HeadNorm, Layer, RMSNorm, TransformerDecoder
-from backend_lib.models.linear import Linear, make_linear
+from backend_lib.models.linear import Embedding, Linear, is_quantised, make_embedding, make_linear
 from backend_lib.models.memory import give_back_free_memory
 from backend_lib.models.mlp import ACTIVATIONS, MLP, GatedMLP, MixtureOfExperts
 from backend_lib.models.rope import Rope
@@ -41,15 +43,23 @@ class DecoderBuilder:
         give_back_free_memory()
         return TransformerDecoder(self.config, embedding=embedding, layers=layers, norm=norm, head=head)
 
-    def _embedding_and_head(self) -> tuple[torch.Tensor, Linear]:
+    def _embedding_and_head(self) -> tuple[Callable[[torch.Tensor], torch.Tensor], Linear]:
         """The two largest tensors, together, so that the float32 original is gone before the layers are read."""
         vocab_size, hidden_size = self.config.vocab_size, self.config.hidden_size
         if not self.config.tie_word_embeddings:
             head = self._linear(["output"], [vocab_size], hidden_size, bias=False)
-            return self._read("token_embd.weight", (vocab_size, hidden_size), dtype=self.embedding_type), head
-        embedding = self._read("token_embd.weight", (vocab_size, hidden_size))
-        kept = embedding.to(self.embedding_type)
-        return kept, make_linear(embedding, None, self.weights)
+            return self._embedding(vocab_size, hidden_size), head
+        weight = self._read("token_embd.weight", (vocab_size, hidden_size))
+        if is_quantised(self.weights, hidden_size):
+            both = make_linear(weight, None, self.weights)
+            return make_embedding(both), both
+        embedding = Embedding(weight.to(self.embedding_type))
+        return embedding, make_linear(weight, None, self.weights)
+
+    def _embedding(self, vocab_size: int, hidden_size: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        if is_quantised(self.weights, hidden_size):
+            return make_embedding(self._linear(["token_embd"], [vocab_size], hidden_size, bias=False))
+        return Embedding(self._read("token_embd.weight", (vocab_size, hidden_size), dtype=self.embedding_type))
 
     def _layer(self, name: str, layer: LayerConfig) -> Layer:
         has_post_norms = self.config.post_norms

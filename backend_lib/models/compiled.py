@@ -13,9 +13,11 @@ import torch
 from backend_lib.checkpoint import DecoderConfig
 from backend_lib.models.batch import ForwardBatch
 from backend_lib.models.decoder import Attention, Layer, RMSNorm, TransformerDecoder
+from backend_lib.models.linear import Linear
 from backend_lib.models.mlp import GatedMLP
-from backend_lib.models.quantised import QuantisedLinear, team
+from backend_lib.models.quantised import QuantisedEmbedding, QuantisedLinear
 from backend_lib.models.rope import Rope
+from backend_lib.models.threads import team
 from kernels.cpu import operations, program
 from kernels.cpu.attention import BLOCK, plan_blocks
 from kernels.cpu.matmul import GROUP, PANEL
@@ -32,11 +34,20 @@ def can_compile(decoder: TransformerDecoder) -> bool:
     config = decoder.config
     sizes = [config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim]
     return (
-        all(isinstance(each, QuantisedLinear) for each in (decoder.embedding, decoder.head))
+        isinstance(decoder.embedding, QuantisedEmbedding)
+        and all(isinstance(each, QuantisedLinear) for each in _linears(decoder))
         and all(isinstance(layer.mlp, GatedMLP) for layer in decoder.layers)
         and all(size % GROUP == 0 for size in sizes)
         and config.head_dim % BLOCK == 0
     )
+
+
+def _linears(decoder: TransformerDecoder) -> Iterator[Linear]:
+    yield decoder.head
+    for layer in decoder.layers:
+        yield from (layer.attention.qkv, layer.attention.output)
+        if isinstance(layer.mlp, GatedMLP):
+            yield from (layer.mlp.gate_up, layer.mlp.down)
 
 
 class CompiledDecoder:
@@ -119,7 +130,7 @@ class Buffers:
 
 def _decoder_rows(decoder: TransformerDecoder, buffers: Buffers, kv_bytes: int) -> Iterator[list[int]]:
     config, codes, scales = decoder.config, buffers.codes, buffers.scales
-    yield operations.embed(decoder.embedding, config.embedding_scale, buffers.hidden)
+    yield operations.embed(decoder.embedding.weight, config.embedding_scale, buffers.hidden)
     for rope in {layer.attention.rope for layer in decoder.layers if layer.attention.rope}:
         buffers.rotations[rope] = np.empty((buffers.capacity, 2, rope.half), np.float32)
         yield operations.rotation(rope.frequencies.numpy(), rope.magnitude, buffers.rotations[rope])
@@ -131,7 +142,9 @@ def _decoder_rows(decoder: TransformerDecoder, buffers: Buffers, kv_bytes: int) 
         yield operations.soft_cap(buffers.logits, config.logit_softcap)
 
 
-def _layer_rows(layer: Layer, place: int, config: DecoderConfig, buffers: Buffers, kv_bytes: int) -> Iterator[list[int]]:
+def _layer_rows(
+    layer: Layer, place: int, config: DecoderConfig, buffers: Buffers, kv_bytes: int
+) -> Iterator[list[int]]:
     codes, scales, wide = buffers.codes, buffers.scales, buffers.wide
     yield _norm_row(layer.attention_norm, buffers)
     yield operations.linear(layer.attention.qkv, codes, scales, wide)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -109,7 +110,7 @@ class TransformerDecoder:
     """A `Decoder` (see `backend_lib.models.batch`). Its KV pool is a list with one tensor a layer.
 
     Args:
-        embedding: float32 or float16 [V, E].
+        embedding: from int64 [T] ids to float32 [T, E].
         head: the linear layer from hidden states to logits.
     """
 
@@ -117,7 +118,7 @@ class TransformerDecoder:
         self,
         config: DecoderConfig,
         *,
-        embedding: torch.Tensor,
+        embedding: Callable[[torch.Tensor], torch.Tensor],
         layers: list[Layer],
         norm: RMSNorm,
         head: Linear,
@@ -140,7 +141,7 @@ class TransformerDecoder:
     def forward(self, batch: ForwardBatch, kv: list[torch.Tensor]) -> torch.Tensor:
         """Write the step's keys and values into `kv` and return float32 logits [L, V]."""
         step = Step(batch)
-        hidden = F.embedding(batch.input_ids, self.embedding).float()
+        hidden = self.embedding(batch.input_ids)
         if self.config.embedding_scale != 1.0:
             hidden *= self.config.embedding_scale
         for layer, pool in zip(self.layers, kv, strict=True):

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 import torch.nn.functional as F
+
+GROUP = 32  # inputs that share a scale in quantised weights
+# `int8` and `int4` are what they say; `auto` is 4 bits where that loses nothing, else 8.
+QUANTISED = ("auto", "int8", "int4")
 
 # x float32 [T, in] → float32 [T, out]
 Linear = Callable[[torch.Tensor], torch.Tensor]
@@ -36,18 +41,16 @@ class Fp16Linear:
         return torch.ops.quantized.linear_dynamic_fp16(x, self.packed)
 
 
-def quantised(weight: torch.Tensor, bias: torch.Tensor | None, bits: int) -> Linear:
-    from backend_lib.models.quantised import QuantisedLinear  # numba takes a second to import
+def _quantised(weight: torch.Tensor, bias: torch.Tensor | None, weights: str) -> Linear:
+    from backend_lib.models.quantised import quantise  # numba takes a second to import
 
-    return QuantisedLinear(weight, bias, bits)
+    return quantise(weight, bias, weights)
 
 
 _FORMATS: dict[str, Callable[[torch.Tensor, torch.Tensor | None], Linear]] = {
     "fp32": Fp32Linear,
     "fp16": Fp16Linear,
-    "int8": partial(quantised, bits=8),
-    "int4": partial(quantised, bits=4),
-    "auto": Fp16Linear,
+    **{name: partial(_quantised, weights=name) for name in QUANTISED},
 }
 
 
@@ -57,3 +60,32 @@ def make_linear(weight: torch.Tensor, bias: torch.Tensor | None, weights: str) -
     The layer takes the tensors over; a caller that has another use for them keeps a copy.
     """
     return _FORMATS[weights](weight, bias)
+
+
+def has_vector_kernels() -> bool:
+    """Whether quantised weights can be multiplied on this CPU."""
+    from kernels.cpu.isa import is_supported
+
+    return is_supported()
+
+
+def is_quantised(weights: str, inputs: int) -> bool:
+    """Whether `make_linear` makes codes of a matrix with so many inputs."""
+    return weights in QUANTISED and not (weights == "auto" and inputs % GROUP)
+
+
+def make_embedding(linear: Linear) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The rows of a quantised layer, by id."""
+    from backend_lib.models.quantised import QuantisedEmbedding
+
+    return QuantisedEmbedding(linear)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """Rows of `weight`, float32 or float16 [V, E], by int64 [T] ids, as float32 [T, E]."""
+
+    weight: torch.Tensor
+
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        return F.embedding(ids, self.weight).float()

@@ -2,23 +2,39 @@
 
 from __future__ import annotations
 
-import functools
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from backend_lib.models.linear import Fp16Linear, Linear
+from backend_lib.models.threads import team
 from kernels.cpu import operations, program
 from kernels.cpu.matmul import GROUP, PANEL
 from kernels.cpu.pack import pack
-from kernels.cpu.team import Team
 
 # T tokens in the step
 
 
-@functools.cache
-def team() -> Team:
-    """This process's threads for compute: as many as torch has been told to use."""
-    return Team(torch.get_num_threads())
+LOSSLESS = 1e-3  # rounding error, as a share of the weights, below which they must have been on this grid already
+_SAMPLE = 64  # rows that tell whether a matrix may be
+
+
+def quantise(weight: torch.Tensor, bias: torch.Tensor | None, weights: str) -> Linear:
+    """A layer in the format that `weights` names: `int4`, `int8`, or `auto`, the smaller where it loses nothing."""
+    if weight.shape[1] % GROUP:
+        if weights == "auto":
+            return Fp16Linear(weight, bias)
+        raise ValueError(f"'weights' is {weights}; a layer with {weight.shape[1]} inputs has no groups of {GROUP}")
+    if weights == "int4" or (weights == "auto" and _is_on_4_bit_grid(weight)):
+        return QuantisedLinear(weight, bias, 4)
+    return QuantisedLinear(weight, bias, 8)
+
+
+def _is_on_4_bit_grid(weight: torch.Tensor) -> bool:
+    """Whether the matrix comes from 4-bit codes in groups of 32, so that they can be had back."""
+    _, error = pack(weight[:_SAMPLE].numpy(), 4)
+    return error < LOSSLESS and pack(weight.numpy(), 4)[1] < LOSSLESS
 
 
 class QuantisedLinear:
@@ -58,10 +74,16 @@ class QuantisedLinear:
         team().run(operations.table([rounded, product]), step)
         return torch.from_numpy(out)[:, : self.outputs]
 
-    def rows(self, indices: torch.Tensor) -> torch.Tensor:
-        """Rows of W at int64 [T], float32 [T, in]: an embedding."""
-        out = np.empty((len(indices), self.inputs), np.float32)
+
+@dataclass(frozen=True)
+class QuantisedEmbedding:
+    """Rows of `weight`, which may be the head too, by int64 [T] ids, as float32 [T, E]."""
+
+    weight: QuantisedLinear
+
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        out = np.empty((len(ids), self.weight.inputs), np.float32)
         step = np.zeros(program.STEP_WORDS, np.int64)
-        step[program.TOKENS], step[program.IDS] = len(indices), indices.data_ptr()
-        team().run(operations.table([operations.embed(self, 1.0, out)]), step)
+        step[program.TOKENS], step[program.IDS] = len(ids), ids.data_ptr()
+        team().run(operations.table([operations.embed(self.weight, 1.0, out)]), step)
         return torch.from_numpy(out)

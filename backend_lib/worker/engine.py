@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 import sys
 import time
 from functools import partial
@@ -17,7 +16,11 @@ from backend_lib.checkpoint import open_checkpoint
 from backend_lib.config import Settings
 from backend_lib.models import load_decoder
 from backend_lib.models.batch import Decoder
+from backend_lib.models.linear import QUANTISED
+from backend_lib.models.load import weight_format
+from backend_lib.models.threads import share_threads
 from backend_lib.worker.agreement import SoloAgreement
+from backend_lib.worker.cores import usable_cores
 from backend_lib.worker.grammar import GrammarCompiler
 from backend_lib.worker.loop import InferLoop
 from backend_lib.worker.memory import available_bytes
@@ -51,7 +54,7 @@ def build_engine(arena: Arena, group: int, rank: int, *, commands: Doorbell, rep
     """
     config = arena.config
     settings = Settings(**config["settings"])
-    torch.set_num_threads(settings.threads or _default_threads())
+    _share_threads(settings)
     started = time.monotonic()
     checkpoint = open_checkpoint(settings.model)
     decoder = load_decoder(checkpoint, settings)
@@ -83,9 +86,11 @@ def build_engine(arena: Arena, group: int, rank: int, *, commands: Doorbell, rep
     return Engine(loop, kv_tokens, seconds_per_token * settings.prefill_chunk)
 
 
-def _default_threads() -> int:
-    """All cores but one. Triton and the router want it, and an OpenMP barrier waits for whoever lost its core."""
-    return max(1, len(os.sched_getaffinity(0)) - 1)
+def _share_threads(settings: Settings) -> None:
+    """A team of threads uses all cores: it gives way to Triton and the router. torch's own cannot, and gets one less."""
+    quantised = weight_format(settings) in QUANTISED
+    cores = usable_cores()
+    share_threads(settings.threads or (cores if quantised else max(1, cores - 1)), quantised=quantised)
 
 
 def _overlap(settings: Settings) -> bool:

@@ -14,8 +14,26 @@ from llvmlite import ir
 
 from kernels.cpu.compiled import jit
 from kernels.cpu.ir import (
-    F32, I32, I64, LANES, VF16, VF32, VI32, call, constant, exp, fma, lane_splat, load, loop, maximum, procedure,
-    reduce_add, reduce_max, shuffle, splat, store,
+    F32,
+    I32,
+    I64,
+    LANES,
+    VF16,
+    VF32,
+    VI32,
+    call,
+    constant,
+    exp,
+    fma,
+    lane_splat,
+    load,
+    loop,
+    procedure,
+    reduce_add,
+    reduce_max,
+    shuffle,
+    splat,
+    store,
 )  # fmt: skip
 from kernels.cpu.rows import soft_cap
 

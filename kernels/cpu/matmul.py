@@ -11,8 +11,6 @@ scales and, with 4 bits, 16 lows, float16. With 4 bits a byte's low half belongs
 
 from __future__ import annotations
 
-from typing import Any
-
 from llvmlite import ir
 
 from kernels.cpu import isa

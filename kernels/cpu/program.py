@@ -114,7 +114,12 @@ def _attend(op, step, block, head, scratch):
     group, size, window = op[3] // op[4], op[5], op[8]
     parts, head_bytes = size // LANES, size * 4
     place = step[BLOCKS] + block * BLOCK_WORDS * 8
-    row, first, count, position = load_int64(place), load_int64(place + 8), load_int64(place + 16), load_int64(place + 24)
+    row, first, count, position = (
+        load_int64(place),
+        load_int64(place + 8),
+        load_int64(place + 16),
+        load_int64(place + 24),
+    )
     pool = step[POOLS] + op[10] * step[POOL_BYTES] + head * size * op[11]
     table = step[KV_TABLE] + row * step[KV_TABLE_STRIDE]
     keys, values = scratch, scratch + BLOCK * head_bytes

@@ -4,12 +4,26 @@ from __future__ import annotations
 
 from llvmlite import ir
 
-from kernels.cpu.compiled import jit
 from kernels.cpu.ir import (
-    F32, I64, VF32, VI8, VI32, call, constant, exp, float_of_bits, fma, load, load_byte, load_half, load_int64, loop,
-    maximum, procedure, reduce_add, reduce_max, splat, store, store_float,
+    F32,
+    I64,
+    VF32,
+    VI8,
+    VI32,
+    call,
+    constant,
+    exp,
+    fma,
+    load,
+    loop,
+    maximum,
+    procedure,
+    reduce_add,
+    reduce_max,
+    splat,
+    store,
 )  # fmt: skip
-from kernels.cpu.matmul import CODE_BYTES, GROUP, GROUP_BYTES, PANEL
+from kernels.cpu.matmul import GROUP
 
 SILU, GELU_TANH = 0, 1
 _HALF_GROUP = GROUP // 2 * 4  # bytes
