@@ -6,13 +6,14 @@ It says what `backend_lib.models.decoder` says, layer by layer; what it cannot s
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
 
 from backend_lib.checkpoint import DecoderConfig
 from backend_lib.models.batch import ForwardBatch
-from backend_lib.models.decoder import Attention, Layer, RMSNorm, TransformerDecoder
+from backend_lib.models.decoder import RMSNorm, TransformerDecoder
 from backend_lib.models.linear import Linear
 from backend_lib.models.mlp import GatedMLP
 from backend_lib.models.quantised import QuantisedEmbedding, QuantisedLinear
@@ -128,7 +129,7 @@ class Buffers:
         self.scratch = np.zeros((threads, -(-floats // 32) * 32), np.float32)
 
 
-def _decoder_rows(decoder: TransformerDecoder, buffers: Buffers, kv_bytes: int) -> Iterator[list[int]]:
+def _decoder_rows(decoder: Any, buffers: Buffers, kv_bytes: int) -> Iterator[list[int]]:
     config, codes, scales = decoder.config, buffers.codes, buffers.scales
     yield operations.embed(decoder.embedding.weight, config.embedding_scale, buffers.hidden)
     for rope in {layer.attention.rope for layer in decoder.layers if layer.attention.rope}:
@@ -157,7 +158,7 @@ def _layer_rows(
     yield from _added_rows(layer.mlp.down, layer.mlp_post_norm, buffers)
 
 
-def _attention_rows(attention: Attention, layer: int, buffers: Buffers, kv_bytes: int) -> Iterator[list[int]]:
+def _attention_rows(attention: Any, layer: int, buffers: Buffers, kv_bytes: int) -> Iterator[list[int]]:
     shape = attention.num_heads, attention.num_kv_heads, attention.head_dim
     norm = attention.head_norm
     yield operations.heads(

@@ -87,7 +87,7 @@ def build_engine(arena: Arena, group: int, rank: int, *, commands: Doorbell, rep
 
 
 def _share_threads(settings: Settings) -> None:
-    """A team of threads uses all cores: it gives way to Triton and the router. torch's own cannot, and gets one less."""
+    """A team of threads takes all cores, since it can give way to Triton and the router. torch gets one less."""
     quantised = weight_format(settings) in QUANTISED
     cores = usable_cores()
     share_threads(settings.threads or (cores if quantised else max(1, cores - 1)), quantised=quantised)

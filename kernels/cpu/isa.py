@@ -1,12 +1,13 @@
 """Sums of products of 8-bit integers, in the instructions that this CPU has.
 
-Codes of weights are unsigned, those of activations signed. A group has 32 products for each of 16 lanes, in 8 turns of 4.
+Codes of weights are unsigned, those of activations signed. A group has 32 products for each of 16 lanes, in 8 turns of
+4 each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import llvmlite.binding as llvm
 import numba
@@ -21,15 +22,15 @@ _NEEDED = ("avx2", "fma", "f16c")
 
 
 class Products(NamedTuple):
-    """`start` and `finish` a group's sums: `add(builder, sums, codes, activations)` takes int32 [16] of 4 bytes each."""
+    """A group's sums: `add(builder, sums, codes, activations)` takes int32 [16] of 4 bytes each."""
 
-    start: Callable[[], object]
-    add: Callable[[ir.IRBuilder, object, ir.Value, ir.Value], object]
-    finish: Callable[[ir.IRBuilder, object], ir.Value]
+    start: Callable[[], Any]
+    add: Callable[[ir.IRBuilder, Any, ir.Value, ir.Value], Any]
+    finish: Callable[[ir.IRBuilder, Any], ir.Value]
 
 
 def features() -> frozenset[str]:
-    """What numba compiles for, in LLVM's names: this CPU's, unless numba has been told otherwise (NUMBA_CPU_FEATURES)."""
+    """What numba compiles for, in LLVM's names: what this CPU has, unless NUMBA_CPU_FEATURES says otherwise."""
     told = numba.config.CPU_FEATURES
     if told is not None:
         return frozenset(name[1:] for name in told.split(",") if name.startswith("+"))

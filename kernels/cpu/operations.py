@@ -20,8 +20,11 @@ class Packed(Protocol):
     packed: np.ndarray
     bias: np.ndarray
     bits: int
-    groups: int
-    panels: int
+
+    @property
+    def groups(self) -> int: ...
+    @property
+    def panels(self) -> int: ...
 
 
 def table(rows: Sequence[list[int]]) -> np.ndarray:

@@ -1,7 +1,7 @@
 """A decoder's step as a list of operations, which a team of threads runs without returning to Python.
 
-An operation is a row of `WIDTH` int64: its kind, and what the kind says below (addresses, sizes, float32 bits). A step is
-the int64 words of `StepWord`. All buffers belong to the program; only the step's words change from step to step.
+An operation is a row of `WIDTH` int64, its kind and what `kernels.cpu.operations` says of it: addresses, sizes, float32
+bits. A step is `STEP_WORDS` int64. All buffers belong to the program; only the step's words change from step to step.
 
 An operation's work is divided into items: rows for what works row by row, panels for products, pairs of a block of
 queries and a key-value head for attention.
@@ -26,7 +26,7 @@ TOKENS, LOGITS, IDS, POSITIONS, KV_INDEX, LOGITS_INDEX = 0, 1, 2, 3, 4, 5
 KV_TABLE, KV_TABLE_STRIDE, POOLS, POOL_BYTES, BLOCKS, NUM_BLOCKS, SCRATCH, SCRATCH_BYTES = 6, 7, 8, 9, 10, 11, 12, 13
 STEP_WORDS = 16
 
-# Words of a block of queries, int64: its row in the KV table, its first token in the step, how many, the first's position.
+# Words of a block of queries: row of the KV table, first token in the step, how many, the first's position.
 BLOCK_WORDS = 4
 
 EMBED, ROTATION, NORM, ADD_NORM, LINEAR, HEADS, ATTEND, QUANTISE, ACTIVATE, SOFT_CAP = range(10)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from llvmlite import ir
 
 from kernels.cpu.ir import (
@@ -30,14 +32,14 @@ _HALF_GROUP = GROUP // 2 * 4  # bytes
 _GELU_INNER, _GELU_CUBE = 0.7978845608028654, 0.044715
 
 
-def _round_group(b: ir.IRBuilder, low: ir.Value, high: ir.Value, codes: ir.Value, scale: ir.Value) -> None:
+def _round_group(b: ir.IRBuilder, parts: Sequence[ir.Value], codes: ir.Value, scale: ir.Value) -> None:
     """Store 32 float32 as int8 codes and, float32 [2], their scale and the sum of what the codes stand for."""
-    largest = reduce_max(b, maximum(b, _absolute(b, low), _absolute(b, high)))
+    largest = reduce_max(b, maximum(b, *(_absolute(b, part) for part in parts)))
     step = b.fmul(largest, F32(1 / 127))
     is_zero = b.fcmp_ordered("==", largest, F32(0.0))
     inverse = splat(b, b.select(is_zero, F32(0.0), b.fdiv(F32(127.0), largest)))
     total = constant(VF32, 0.0)
-    for place, part in enumerate((low, high)):
+    for place, part in enumerate(parts):
         rounded = call(b, "llvm.rint.v16f32", VF32, b.fmul(part, inverse))
         total = b.fadd(total, rounded)
         store(b, b.trunc(b.fptosi(rounded, VI32), VI8), codes, place * GROUP // 2)
@@ -56,7 +58,7 @@ def quantise_row(b: ir.IRBuilder, x: ir.Value, groups: ir.Value, codes: ir.Value
     def group(index: ir.Value) -> list:
         at = b.add(x, b.mul(index, I64(4 * GROUP)))
         parts = load(b, at, 0, VF32), load(b, at, _HALF_GROUP, VF32)
-        _round_group(b, *parts, *_targets(b, codes, scales, index))
+        _round_group(b, parts, *_targets(b, codes, scales, index))
         return []
 
     loop(b, groups, [], group)
@@ -76,7 +78,7 @@ def norm_row(
     def group(index: ir.Value) -> list:
         offset = b.mul(index, I64(4 * GROUP))
         parts = [_normed(b, x, weight, b.add(offset, I64(place)), inverse) for place in (0, _HALF_GROUP)]
-        _round_group(b, *parts, *_targets(b, codes, scales, index))
+        _round_group(b, parts, *_targets(b, codes, scales, index))
         return []
 
     loop(b, groups, [], group)
@@ -127,14 +129,17 @@ def activate_row(
             _activate(b, _gelu_tanh, gate, up, groups, codes, scales)
 
 
-def _activate(b, activation, gate, up, groups, codes, scales) -> None:  # type: ignore[no-untyped-def]
+def _activate(
+    b: ir.IRBuilder, activation: Callable[[ir.IRBuilder, ir.Value], ir.Value], gate: ir.Value, up: ir.Value,
+    groups: ir.Value, codes: ir.Value, scales: ir.Value,
+) -> None:  # fmt: skip
     def group(index: ir.Value) -> list:
         parts = []
         for place in (0, _HALF_GROUP):
             offset = b.add(b.mul(index, I64(4 * GROUP)), I64(place))
             value = activation(b, load(b, b.add(gate, offset), 0, VF32))
             parts.append(b.fmul(value, load(b, b.add(up, offset), 0, VF32)))
-        _round_group(b, *parts, *_targets(b, codes, scales, index))
+        _round_group(b, parts, *_targets(b, codes, scales, index))
         return []
 
     loop(b, groups, [], group)

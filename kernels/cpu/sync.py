@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from llvmlite import ir
 from numba import types
 
@@ -13,7 +15,7 @@ _WAIT, _WAKE = 128, 129  # of this process's threads alone
 _ALL = 0x7FFFFFFF
 
 # The C library's function; it takes its arguments in registers, as if it were declared with all of them.
-_syscall = types.ExternalFunction("syscall", types.int64(*[types.int64] * 7))
+_syscall: Any = types.ExternalFunction("syscall", types.int64(*[types.int64] * 7))
 
 
 @procedure("i", "i")

@@ -9,14 +9,14 @@ Words of the shared block, each in a cache line of its own, written by atomic op
 | word | written by | meaning |
 | --- | --- | --- |
 | generation | the caller of `run`, last | counts steps; a thread that sees a new one joins it |
-| program, count, step | the caller, before the generation | addresses of the operations and the step's words, how many |
+| program, count, step | the caller, before the generation | addresses of operations and step, how many |
 | waiting | any thread | how many sleep; whoever changes a word they may sleep on wakes them |
 | stop | `close` | threads return |
 | claimed | per operation: the caller (reset), any thread (claim) | generation in the high half, next item in the low |
 | done | per operation: the caller (reset), any thread | items that are finished |
 
-A claim names its generation, so a thread that comes late, with an old one in mind, can take nothing and leaves. `done` is
-reset only between steps, when all that was claimed is finished. The block's own memory outlives its threads.
+A claim names its generation, so a thread that comes late, with an old one in mind, can take nothing and leaves. `done`
+is reset only between steps, when all that was claimed is finished.
 """
 
 from __future__ import annotations
