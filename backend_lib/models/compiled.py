@@ -143,9 +143,7 @@ def _decoder_rows(decoder: Any, buffers: Buffers, kv_bytes: int) -> Iterator[lis
         yield operations.soft_cap(buffers.logits, config.logit_softcap)
 
 
-def _layer_rows(
-    layer: Layer, place: int, config: DecoderConfig, buffers: Buffers, kv_bytes: int
-) -> Iterator[list[int]]:
+def _layer_rows(layer: Any, place: int, config: DecoderConfig, buffers: Buffers, kv_bytes: int) -> Iterator[list[int]]:
     codes, scales, wide = buffers.codes, buffers.scales, buffers.wide
     yield _norm_row(layer.attention_norm, buffers)
     yield operations.linear(layer.attention.qkv, codes, scales, wide)

@@ -36,7 +36,7 @@ def _fingerprint() -> str:
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 
-numba.config.CACHE_DIR = str(_folder())
+numba.config.CACHE_DIR = str(_folder())  # type: ignore[attr-defined]
 
 # `contract` lets products and sums become one instruction; sums keep their order.
 jit = numba.njit(nogil=True, cache=True, fastmath={"contract", "nnan", "nsz", "arcp"}, error_model="numpy")

@@ -201,6 +201,6 @@ def _int64_pointer(context: Any, address: Any) -> Any:
 
 
 @numba.njit
-def int64_array(address, rows, columns):  # type: ignore[no-untyped-def]
+def int64_array(address, rows, columns):
     """The int64 [rows, columns] at an address."""
-    return numba.carray(_int64_pointer(address), (rows, columns))
+    return numba.carray(_int64_pointer(address), (rows, columns))  # type: ignore[call-arg]

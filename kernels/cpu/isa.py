@@ -31,7 +31,7 @@ class Products(NamedTuple):
 
 def features() -> frozenset[str]:
     """What numba compiles for, in LLVM's names: what this CPU has, unless NUMBA_CPU_FEATURES says otherwise."""
-    told = numba.config.CPU_FEATURES
+    told = numba.config.CPU_FEATURES  # type: ignore[attr-defined]
     if told is not None:
         return frozenset(name[1:] for name in told.split(",") if name.startswith("+"))
     return frozenset(name for name, has in llvm.get_host_cpu_features().items() if has)
