@@ -20,7 +20,8 @@ from backend_lib.models.quantised import QuantisedEmbedding, QuantisedLinear
 from backend_lib.models.rope import Rope
 from backend_lib.models.threads import team
 from kernels.cpu import operations, program
-from kernels.cpu.attention import BLOCK, plan_blocks
+from kernels.cpu.attention import TILE, plan_blocks
+from kernels.cpu.ir import LANES
 from kernels.cpu.matmul import GROUP, PANEL
 from kernels.cpu.rows import GELU_TANH, SILU
 
@@ -39,7 +40,7 @@ def can_compile(decoder: TransformerDecoder) -> bool:
         and all(isinstance(each, QuantisedLinear) for each in _linears(decoder))
         and all(isinstance(layer.mlp, GatedMLP) for layer in decoder.layers)
         and all(size % GROUP == 0 for size in sizes)
-        and config.head_dim % BLOCK == 0
+        and config.head_dim % LANES == 0
     )
 
 
@@ -125,7 +126,7 @@ class Buffers:
         self.blocks = np.empty((capacity, program.BLOCK_WORDS), np.int64)
         group = config.num_heads // config.num_kv_heads
         self.queries = max(1, QUERIES // group)
-        floats = 2 * BLOCK * size + self.queries * group * (size + 2)
+        floats = 2 * TILE * size + self.queries * group * (2 * size + TILE + 4)
         self.scratch = np.zeros((threads, -(-floats // 32) * 32), np.float32)
 
 

@@ -20,9 +20,11 @@ F16, F32 = ir.HalfType(), ir.FloatType()
 VI8, VI32 = ir.VectorType(I8, LANES), ir.VectorType(I32, LANES)
 VF16, VF32 = ir.VectorType(F16, LANES), ir.VectorType(F32, LANES)
 
+_HALVINGS = (8, 4, 2, 1)
+
 _LOG2_E = 1.4426950408889634
 # exp(r) on |r| <= ln(2) / 2, highest power first; ln(2) in two parts, so that x - n ln(2) loses nothing.
-_EXP_TERMS = (1 / 5040, 1 / 720, 1 / 120, 1 / 24, 1 / 6, 1 / 2, 1.0, 1.0)
+_EXP_TERMS = (1 / 720, 1 / 120, 1 / 24, 1 / 6, 1 / 2, 1.0, 1.0)
 _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
 
 
@@ -68,16 +70,23 @@ def fma(b: ir.IRBuilder, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
 
 
 def maximum(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
-    return call(b, "llvm.maxnum.v16f32", VF32, x, y)
+    """The instruction's own: `y` where either is not a number."""
+    return b.select(b.fcmp_ordered(">", x, y), x, y)
+
+
+def minimum(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
+    return b.select(b.fcmp_ordered("<", x, y), x, y)
 
 
 def reduce_max(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    return call(b, "llvm.vector.reduce.fmax.v16f32", F32, x)
+    for step in _HALVINGS:
+        x = maximum(b, x, shuffle(b, x, x, [lane ^ step for lane in range(LANES)]))
+    return b.extract_element(x, I32(0))
 
 
 def reduce_add(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
     """Float32 lanes summed in halves: 8 + 8, 4 + 4, and so on."""
-    for step in (8, 4, 2, 1):
+    for step in _HALVINGS:
         x = b.fadd(x, shuffle(b, x, x, [lane ^ step for lane in range(LANES)]))
     return b.extract_element(x, I32(0))
 
@@ -85,7 +94,7 @@ def reduce_add(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
 def exp(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
     """e^x of float32 lanes within 2 units in the last place; arguments are kept in [-87, 88]."""
     x = maximum(b, x, constant(VF32, -87.0))
-    x = call(b, "llvm.minnum.v16f32", VF32, x, constant(VF32, 88.0))
+    x = minimum(b, x, constant(VF32, 88.0))
     n = call(b, "llvm.rint.v16f32", VF32, b.fmul(x, constant(VF32, _LOG2_E)))
     rest = fma(b, n, constant(VF32, -_LN2_HIGH), x)
     rest = fma(b, n, constant(VF32, -_LN2_LOW), rest)
@@ -184,6 +193,18 @@ def store_int32(b: ir.IRBuilder, address: ir.Value, value: ir.Value) -> None:
 @procedure("i", "i")
 def load_int64(b: ir.IRBuilder, address: ir.Value) -> ir.Value:
     return load(b, address, 0, I64)
+
+
+@procedure("i")
+def prefetch(b: ir.IRBuilder, address: ir.Value) -> None:
+    """A line of memory that will be read soon."""
+    prefetch_line(b, address)
+
+
+def prefetch_line(b: ir.IRBuilder, address: ir.Value) -> None:
+    kind = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
+    function = b.module.globals.get("llvm.prefetch.p0") or ir.Function(b.module, kind, "llvm.prefetch.p0")
+    b.call(function, [b.inttoptr(address, I8.as_pointer()), I32(0), I32(3), I32(1)])
 
 
 @procedure("i", "f")

@@ -41,6 +41,7 @@ def is_supported() -> bool:
     return set(_NEEDED) <= features()
 
 
+HAS_AVX512 = "avx512f" in features()
 HAS_VNNI = {"avx512f", "avx512vnni"} <= features()
 MOST_ROWS = 8 if HAS_VNNI else 4
 

@@ -15,7 +15,23 @@ from llvmlite import ir
 
 from kernels.cpu import isa
 from kernels.cpu.compiled import jit
-from kernels.cpu.ir import F32, I32, I64, LANES, VF16, VF32, VI32, constant, fma, load, loop, procedure, splat, store
+from kernels.cpu.ir import (
+    F32,
+    I32,
+    I64,
+    LANES,
+    VF16,
+    VF32,
+    VI32,
+    constant,
+    fma,
+    load,
+    loop,
+    prefetch_line,
+    procedure,
+    splat,
+    store,
+)
 
 GROUP = 32
 TURNS = 8  # of 4 inputs each
@@ -45,9 +61,12 @@ def _emit_tile(
     scales: ir.Value, scale_stride: ir.Value, groups: ir.Value, out: ir.Value, out_stride: ir.Value, adds: ir.Value,
 ) -> None:  # fmt: skip
     products = isa.products(bits)
+    ahead = b.mul(groups, I64(GROUP_BYTES[bits]))  # the next panel
 
     def add_group(index: ir.Value, *totals: ir.Value) -> list[ir.Value]:
         at = b.add(weights, b.mul(index, I64(GROUP_BYTES[bits])))
+        for line in range(0, GROUP_BYTES[bits], 64):
+            prefetch_line(b, b.add(at, b.add(ahead, I64(line))))
         x = _rows(b, codes, index, GROUP, code_stride, rows)
         sums = [products.start() for _ in range(rows)]
         for turn in range(TURNS):

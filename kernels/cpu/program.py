@@ -11,10 +11,21 @@ from __future__ import annotations
 
 import numpy as np
 
-from kernels.cpu.attention import BLOCK, attend_block, finish_query, gather_block
+from kernels.cpu.attention import (
+    MOST_ROWS,
+    TILE,
+    add_values,
+    clear_floats,
+    copy_floats,
+    finish_query,
+    gather_keys,
+    gather_values,
+    score_rows,
+    weigh_row,
+)  # fmt: skip
 from kernels.cpu.compiled import jit
 from kernels.cpu.heads import fill_rotation, norm_head, rotate, scale_head, store_floats, store_halves
-from kernels.cpu.ir import LANES, float_of_bits, load_int32, load_int64, store_float, store_int32
+from kernels.cpu.ir import LANES, float_of_bits, load_int32, load_int64, prefetch, store_float, store_int32
 from kernels.cpu.matmul import GROUP, multiply
 from kernels.cpu.pack import unpack_row
 from kernels.cpu.rows import activate_row, add_norm_row, norm_row, quantise_row, soft_cap_row
@@ -28,6 +39,8 @@ STEP_WORDS = 16
 
 # Words of a block of queries: row of the KV table, first token in the step, how many, the first's position.
 BLOCK_WORDS = 4
+
+_STATE = 16  # bytes of a query's state
 
 EMBED, ROTATION, NORM, ADD_NORM, LINEAR, HEADS, ATTEND, QUANTISE, ACTIVATE, SOFT_CAP = range(10)
 
@@ -114,56 +127,74 @@ def _attend(op, step, block, head, scratch):
     group, size, window = op[3] // op[4], op[5], op[8]
     parts, head_bytes = size // LANES, size * 4
     place = step[BLOCKS] + block * BLOCK_WORDS * 8
-    row, first, count, position = (
-        load_int64(place),
-        load_int64(place + 8),
-        load_int64(place + 16),
-        load_int64(place + 24),
-    )
+    row, first = load_int64(place), load_int64(place + 8)
+    count, position = load_int64(place + 16), load_int64(place + 24)
     pool = step[POOLS] + op[10] * step[POOL_BYTES] + head * size * op[11]
     table = step[KV_TABLE] + row * step[KV_TABLE_STRIDE]
-    keys, values = scratch, scratch + BLOCK * head_bytes
-    sums, state = values + BLOCK * head_bytes, values + BLOCK * head_bytes + count * group * head_bytes
-    queries = op[1] + first * op[2] + head * group * head_bytes
-    _clear(sums, state, count * group, parts)
-    start = 0 if window == 0 else max(0, position - window + 1) // BLOCK * BLOCK
-    for block_start in range(start, position + count, BLOCK):
-        _gather(op, table, pool, block_start, min(BLOCK, position + count - block_start), parts, keys, values)
-        for token in range(count):
-            high = min(BLOCK, position + token + 1 - block_start)
-            low = 0 if window == 0 else max(0, position + token - window + 1 - block_start)
-            if low < high:
-                for i in range(group):
-                    query = queries + token * op[2] + i * head_bytes
-                    one = token * group + i
-                    attend_block(
-                        query, keys, values, sums + one * head_bytes, state + one * 8, parts, low, high,
-                        float_of_bits(op[9]),
-                    )  # fmt: skip
-    for token in range(count):
-        for i in range(group):
-            one = token * group + i
-            out = op[6] + (first + token) * op[7] + (head * group + i) * head_bytes
-            finish_query(sums + one * head_bytes, state + one * 8, parts, out)
+    rows = count * group
+    keys, values = scratch, scratch + TILE * head_bytes
+    queries = values + TILE * head_bytes
+    sums = queries + rows * head_bytes
+    scores = sums + rows * head_bytes
+    state = scores + rows * TILE * 4
+    _start_queries(op, first, head, rows, group, parts, queries, sums, state)
+    start = 0 if window == 0 else max(0, position - window + 1) // TILE * TILE
+    for tile in range(start, position + count, TILE):
+        _gather(op, table, pool, tile, position + count, parts, keys, values)
+        for one in range(0, rows, MOST_ROWS):
+            some = min(MOST_ROWS, rows - one)
+            score_rows(some, queries + one * head_bytes, head_bytes, keys, size, scores + one * TILE * 4, TILE * 4)
+        _weigh(op, rows, group, position, tile, scores, state)
+        for one in range(0, rows, MOST_ROWS):
+            some = min(MOST_ROWS, rows - one)
+            for part in range(0, parts, 2):
+                offset = part * LANES * 4
+                add_values(
+                    some, scores + one * TILE * 4, values + offset, parts, sums + one * head_bytes + offset,
+                    state + one * _STATE, min(2, parts - part),
+                )  # fmt: skip
+    for one in range(rows):
+        out = op[6] + (first + one // group) * op[7] + (head * group + one % group) * head_bytes
+        finish_query(sums + one * head_bytes, state + one * _STATE, parts, out)
 
 
 @jit
-def _clear(sums, state, count, parts):
-    for i in range(count * parts * LANES):
-        store_float(sums + 4 * i, np.float32(0.0))
-    for i in range(count):
-        store_float(state + 8 * i, np.float32(-np.inf))
-        store_float(state + 8 * i + 4, np.float32(0.0))
+def _start_queries(op, first, head, rows, group, parts, queries, sums, state):
+    head_bytes = parts * LANES * 4
+    for one in range(rows):
+        query = op[1] + (first + one // group) * op[2] + (head * group + one % group) * head_bytes
+        copy_floats(query, parts, queries + one * head_bytes)
+        clear_floats(sums + one * head_bytes, parts, state + one * _STATE)
 
 
 @jit
-def _gather(op, table, pool, start, count, parts, keys, values):
-    """Keys and values of a block; a place beyond the sequence's end repeats its last token, and has no weight."""
+def _weigh(op, rows, group, position, tile, scores, state):
+    """A query that looks at none of the tile's tokens keeps what it has."""
+    for one in range(rows):
+        token = position + one // group
+        high = min(TILE, token + 1 - tile)
+        low = 0 if op[8] == 0 else max(0, token - op[8] + 1 - tile)
+        if low < high:
+            weigh_row(scores + one * TILE * 4, state + one * _STATE, low, high, float_of_bits(op[9]))
+        else:
+            for i in range(TILE):
+                store_float(scores + one * TILE * 4 + 4 * i, np.float32(0.0))
+            store_float(state + one * _STATE + 8, np.float32(1.0))
+
+
+@jit
+def _gather(op, table, pool, tile, end, parts, keys, values):
+    """Keys and values of a tile; a place beyond the sequence's end repeats its last token, and has no weight."""
     heads_bytes = op[4] * op[5] * op[11]
-    indices = table + 4 * start
-    if count < BLOCK:
-        indices = values + BLOCK * parts * LANES * 4 - 4 * BLOCK  # overwritten by the values, once it has been read
-        for i in range(BLOCK):
-            store_int32(indices + 4 * i, load_int32(table + 4 * (start + min(i, count - 1))))
-    gather_block(op[11], pool, indices, 2 * heads_bytes, parts, keys)
-    gather_block(op[11], pool + heads_bytes, indices, 2 * heads_bytes, parts, values)
+    indices = table + 4 * tile
+    if end - tile < TILE:
+        indices = values + TILE * parts * LANES * 4 - 4 * TILE  # in what is overwritten once it has been read
+        for i in range(TILE):
+            store_int32(indices + 4 * i, load_int32(table + 4 * min(tile + i, end - 1)))
+    for i in range(tile + TILE, min(tile + 2 * TILE, end)):
+        token = pool + load_int32(table + 4 * i) * 2 * heads_bytes
+        for line in range(0, op[5] * op[11], 64):
+            prefetch(token + line)
+            prefetch(token + heads_bytes + line)
+    gather_keys(op[11], pool, indices, 2 * heads_bytes, parts, keys)
+    gather_values(op[11], pool + heads_bytes, indices, 2 * heads_bytes, parts, values)
