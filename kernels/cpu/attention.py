@@ -9,6 +9,8 @@ Keys of a tile are turned, float32 [head_dim, 32], so that lanes are tokens and 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from llvmlite import ir
 
 from kernels.cpu import isa
@@ -90,7 +92,7 @@ def gather_values(
     _either_size(b, size, copy)
 
 
-def _either_size(b: ir.IRBuilder, size: ir.Value, emit) -> None:  # type: ignore[no-untyped-def]
+def _either_size(b: ir.IRBuilder, size: ir.Value, emit: Callable[[ir.VectorType], None]) -> None:
     with b.if_else(b.icmp_signed("==", size, I64(2))) as (halves, floats):
         with halves:
             emit(VF16)
@@ -167,7 +169,7 @@ def add_values(
             _for_count(b, rows, lambda count: emit(count, 1))
 
 
-def _for_count(b: ir.IRBuilder, rows: ir.Value, emit) -> None:  # type: ignore[no-untyped-def]
+def _for_count(b: ir.IRBuilder, rows: ir.Value, emit: Callable[[int], None]) -> None:
     for count in range(1, MOST_ROWS + 1):
         with b.if_then(b.icmp_signed("==", rows, I64(count))):
             emit(count)

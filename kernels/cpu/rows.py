@@ -28,6 +28,7 @@ from kernels.cpu.ir import (
 from kernels.cpu.matmul import GROUP
 
 SILU, GELU_TANH = 0, 1
+_ZERO = 1e-30  # a group with nothing larger is rounded to zero: the inverse of its scale would not be finite
 _HALF_GROUP = GROUP // 2 * 4  # bytes
 _GELU_INNER, _GELU_CUBE = 0.7978845608028654, 0.044715
 
@@ -35,8 +36,8 @@ _GELU_INNER, _GELU_CUBE = 0.7978845608028654, 0.044715
 def _round_group(b: ir.IRBuilder, parts: Sequence[ir.Value], codes: ir.Value, scale: ir.Value) -> None:
     """Store 32 float32 as int8 codes and, float32 [2], their scale and the sum of what the codes stand for."""
     largest = reduce_max(b, maximum(b, *(_absolute(b, part) for part in parts)))
-    step = b.fmul(largest, F32(1 / 127))
-    is_zero = b.fcmp_ordered("==", largest, F32(0.0))
+    is_zero = b.fcmp_ordered("<", largest, F32(_ZERO))
+    step = b.select(is_zero, F32(0.0), b.fmul(largest, F32(1 / 127)))
     inverse = splat(b, b.select(is_zero, F32(0.0), b.fdiv(F32(127.0), largest)))
     total = constant(VF32, 0.0)
     for place, part in enumerate(parts):

@@ -4,19 +4,22 @@ Operations follow each other; the items of one are claimed in small pieces, by w
 from its core holds up the others only while it has a piece, and joins again wherever they are then. Waits spin for some
 microseconds, and sleep after that.
 
-Words of the shared block, each in a cache line of its own, written by atomic operations:
+Words of the shared block, which the team owns as long as a thread of its lives. Each is in a cache line of its own and
+written by atomic operations, but for the copies of program and step:
 
 | word | written by | meaning |
 | --- | --- | --- |
 | generation | the caller of `run`, last | counts steps; a thread that sees a new one joins it |
-| program, count, step | the caller, before the generation | addresses of operations and step, how many |
+| count | the caller, before the generation | operations |
+| step, program | the caller, before the generation | what is run |
 | waiting | any thread | how many sleep; whoever changes a word they may sleep on wakes them |
 | stop | `close` | threads return |
-| claimed | per operation: the caller (reset), any thread (claim) | generation in the high half, next item in the low |
-| done | per operation: the caller (reset), any thread | items that are finished |
+| unclaimed | per operation: the caller (all), any thread (claim) | generation, high half; items left, low half |
+| done | per operation: the caller (0), any thread | items that are finished |
+| total | per operation: the caller | all items |
 
-A claim names its generation, so a thread that comes late, with an old one in mind, can take nothing and leaves. `done`
-is reset only between steps, when all that was claimed is finished.
+A step is over when all its items are done, so nothing of it is left to claim. A thread that comes late, with that
+step's generation in mind, may read words of the next one in any state; but it can claim nothing, and so does nothing.
 """
 
 from __future__ import annotations
@@ -31,9 +34,13 @@ from kernels.cpu.ir import int64_array
 from kernels.cpu.program import LINEAR, STEP_WORDS, WIDTH, count_items, run_items
 
 _LINE = 64
-_GENERATION, _PROGRAM, _COUNT, _STEP, _WAITING, _STOP = (_LINE * place for place in range(6))
-_CLAIMED = _LINE * 8
+_GENERATION, _COUNT, _WAITING, _STOP = (_LINE * place for place in range(4))
+_STEP = _LINE * 4
+_CLAIMS = _STEP + 8 * STEP_WORDS
+_UNCLAIMED, _DONE, _TOTAL = 0, 8, 16  # within an operation's line
 _MAX_OPERATIONS = 8192
+_PROGRAM = _CLAIMS + _LINE * _MAX_OPERATIONS
+_BYTES = _PROGRAM + 8 * WIDTH * _MAX_OPERATIONS
 
 _SPINS_IN_STEP = 3000  # some 100 microseconds: longer than a piece takes
 _SPINS_BETWEEN = 600
@@ -45,37 +52,46 @@ class Team:
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
-        self._memory = np.zeros(_CLAIMED + _MAX_OPERATIONS * _LINE + _LINE, np.uint8)
+        self._memory = np.zeros(_BYTES + _LINE, np.uint8)
         self._block = -(-self._memory.ctypes.data // _LINE) * _LINE
         self._helpers = [self._start(place) for place in range(1, threads)]
 
     def _start(self, place: int) -> threading.Thread:
-        thread = threading.Thread(
-            target=_serve, args=(self._block, place, self.threads), name=f"tandem-team-{place}", daemon=True
-        )
+        thread = threading.Thread(target=_help, args=(self._memory, self._block, place, self.threads), daemon=True)
+        thread.name = f"tandem-team-{place}"
         thread.start()
         return thread
 
     def run(self, operations: np.ndarray, step: np.ndarray) -> None:
         """Run int64 [operations, `WIDTH`] with int64 [`STEP_WORDS`]; returns when all of it is done."""
         assert len(operations) <= _MAX_OPERATIONS
-        _run(self._block, operations.ctypes.data, len(operations), step.ctypes.data, self.threads)
+        _run(self._block, operations, step, self.threads)
 
     def close(self) -> None:
+        """End the helpers. Not while a step runs."""
         _stop(self._block)
         for helper in self._helpers:
             helper.join()
 
 
+def _help(memory: np.ndarray, block: int, thread: int, threads: int) -> None:
+    """`memory` is held as long as the thread reads it."""
+    _serve(block, thread, threads)
+
+
 @jit
-def _run(block, program, count, step, threads):
+def _run(block, operations, step, threads):
+    count = len(operations)
+    int64_array(block + _STEP, 1, STEP_WORDS)[0] = step
+    int64_array(block + _PROGRAM, count, WIDTH)[:] = operations
     generation = (sync.read(block + _GENERATION) + 1) & 0x7FFFFFFF
-    sync.write(block + _PROGRAM, program)
     sync.write(block + _COUNT, count)
-    sync.write(block + _STEP, step)
     for place in range(count):
-        sync.write(block + _CLAIMED + _LINE * place, generation << 32)
-        sync.write(block + _CLAIMED + _LINE * place + 8, 0)
+        claim = block + _CLAIMS + _LINE * place
+        total = count_items(operations[place], step)
+        sync.write(claim + _TOTAL, total)
+        sync.write(claim + _DONE, 0)
+        sync.write(claim + _UNCLAIMED, generation << 32 | total)
     sync.write(block + _GENERATION, generation)
     _wake(block, block + _GENERATION)
     _work(block, generation, 0, threads)
@@ -84,22 +100,22 @@ def _run(block, program, count, step, threads):
 @jit
 def _work(block, generation, thread, threads):
     """Take part in a step until it is over, or another has begun."""
-    count = sync.read(block + _COUNT)
-    operations = int64_array(sync.read(block + _PROGRAM), count, WIDTH)
-    step = int64_array(sync.read(block + _STEP), 1, STEP_WORDS)[0]
-    for place in range(count):
-        claimed = block + _CLAIMED + _LINE * place
+    operations = int64_array(block + _PROGRAM, _MAX_OPERATIONS, WIDTH)
+    step = int64_array(block + _STEP, 1, STEP_WORDS)[0]
+    for place in range(sync.read(block + _COUNT)):
+        claim = block + _CLAIMS + _LINE * place
         op = operations[place]
-        total = count_items(op, step)
+        total = sync.read(claim + _TOTAL)
         piece = _piece(op, total, threads)
-        first = _claim(claimed, generation, piece, total)
-        while first >= 0:
-            last = min(first + piece, total)
-            run_items(op, step, first, last, thread)
-            if sync.add(claimed + 8, last - first) + last - first == total:
-                _wake(block, claimed + 8)
-            first = _claim(claimed, generation, piece, total)
-        if not _is_done(block, claimed, generation, total):
+        while True:
+            left, taken = _claim(claim, generation, piece)
+            if taken == 0:
+                break
+            first = total - left
+            run_items(op, step, first, first + taken, thread)
+            if sync.add(claim + _DONE, taken) + taken == total:
+                _wake(block, claim + _DONE)
+        if not _is_done(block, claim + _DONE, generation, total):
             return
 
 
@@ -111,23 +127,24 @@ def _piece(op, total, threads):
 
 
 @jit
-def _claim(claimed, generation, piece, total):
-    """The first item of a piece that is now the caller's, or -1."""
+def _claim(claim, generation, piece):
+    """How many items were left of an operation, and how many of those, the first, are now the caller's."""
     while True:
-        word = sync.read(claimed)
-        following = word & 0xFFFFFFFF
-        if word >> 32 != generation or following >= total:
-            return -1
-        if sync.replace(claimed, word, word + piece):
-            return following
+        word = sync.read(claim + _UNCLAIMED)
+        left = word & 0xFFFFFFFF
+        taken = min(piece, left)
+        if word >> 32 != generation or taken == 0:
+            return left, 0
+        if sync.replace(claim + _UNCLAIMED, word, word - taken):
+            return left, taken
 
 
 @jit
-def _is_done(block, claimed, generation, total):
+def _is_done(block, address, generation, total):
     """Wait until an operation's items are finished; False if the step is over."""
     spins = 0
     while True:
-        done = sync.read(claimed + 8)
+        done = sync.read(address)
         if sync.read(block + _GENERATION) != generation:
             return False
         if done >= total:
@@ -137,7 +154,7 @@ def _is_done(block, claimed, generation, total):
             sync.pause()
         else:
             sync.add(block + _WAITING, 1)
-            sync.sleep_while(claimed + 8, done)
+            sync.sleep_while(address, done)
             sync.add(block + _WAITING, -1)
 
 
