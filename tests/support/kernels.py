@@ -1,0 +1,136 @@
+"""Programs of the CPU kernels, from arrays, and weights whose codes are known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from kernels.cpu import operations, program
+from kernels.cpu.matmul import GROUP, PANEL
+from kernels.cpu.pack import pack, unpack
+from kernels.cpu.team import Team
+
+CODES = {4: (0, 15), 8: (1, 255)}  # the least and the largest that `pack` gives
+
+
+def run(team: Team, rows: list[list[int]], *, tokens: int, **words: int | np.ndarray) -> None:
+    """Run a program. `words` are words of a step by their names in `kernels.cpu.program`, arrays by their address."""
+    step = np.zeros(program.STEP_WORDS, np.int64)
+    step[program.TOKENS] = tokens
+    for name, value in words.items():
+        step[getattr(program, name)] = value.ctypes.data if isinstance(value, np.ndarray) else value
+    team.run(operations.table(rows), step)
+
+
+@dataclass
+class PackedWeights:
+    """What `operations.linear` and `operations.embed` take."""
+
+    packed: np.ndarray
+    bias: np.ndarray
+    bits: int
+    groups: int
+    panels: int
+    error: float
+
+
+def packed_weights(weight: np.ndarray, bits: int, bias: np.ndarray | None = None) -> PackedWeights:
+    """From float32 [out, in] and float32 [out]."""
+    panels = -(-len(weight) // PANEL)
+    whole_bias = np.zeros(panels * PANEL, np.float32)
+    if bias is not None:
+        whole_bias[: len(bias)] = bias
+    packed, error = pack(weight, bits)
+    return PackedWeights(packed, whole_bias, bits, weight.shape[1] // GROUP, panels, error)
+
+
+def unpacked(packed: np.ndarray, bits: int, outputs: int, groups: int) -> np.ndarray:
+    """float32 [outputs, 32 groups]"""
+    out = np.full((outputs, groups * GROUP), np.nan, np.float32)
+    unpack(packed.ctypes.data, bits, groups, outputs, out.ctypes.data)
+    return out
+
+
+@dataclass
+class KnownWeights:
+    """A matrix on a grid: scale * code + low, all of it exact in float32, with the ends of the grid in each group.
+
+    Attributes:
+        codes: int64 [out, groups, 32].
+        scale, low: float64 [out, groups], each a float16.
+    """
+
+    codes: np.ndarray
+    scale: np.ndarray
+    low: np.ndarray
+
+    @property
+    def values(self) -> np.ndarray:
+        """float32 [out, 32 groups]"""
+        exact = self.scale[..., None] * self.codes + self.low[..., None]
+        rounded = exact.astype(np.float32)
+        assert (rounded == exact).all()
+        return rounded.reshape(len(exact), -1)
+
+
+def known_weights(
+    generator: np.random.Generator, outputs: int, groups: int, bits: int, *, extreme: bool = False
+) -> KnownWeights:
+    """`extreme`: codes are at the ends of the grid only, where sums of products are largest."""
+    least, most = CODES[bits]
+    shape = outputs, groups, GROUP
+    codes = generator.choice([least, most], shape) if extreme else generator.integers(least, most + 1, shape)
+    ends = generator.permuted(np.broadcast_to(np.arange(GROUP), shape), axis=-1)[..., :2]
+    np.put_along_axis(codes, ends, np.broadcast_to([least, most], ends.shape), axis=-1)
+    scale = generator.integers(1024, 2048, shape[:2]) * 2.0**-16  # [1/64, 1/32)
+    low = -128 * scale if bits == 8 else generator.integers(-1024, 1024, shape[:2]) * 2.0**-10
+    return KnownWeights(codes.astype(np.int64), scale, low)
+
+
+@dataclass
+class RoundedRows:
+    """What kernels make of float32 rows: int8 [rows, 32 groups], and float32 [rows, groups, 2]."""
+
+    codes: np.ndarray
+    scales: np.ndarray
+
+    @property
+    def values(self) -> np.ndarray:
+        """What the codes stand for, float64 [rows, 32 groups]."""
+        by_group = self.codes.reshape(*self.scales.shape[:2], GROUP).astype(np.float64)
+        return (by_group * self.scales[..., :1]).reshape(self.codes.shape)
+
+
+def room_for_rows(rows: int, groups: int) -> RoundedRows:
+    """Filled with what no kernel leaves there by chance."""
+    return RoundedRows(np.full((rows, groups * GROUP), -99, np.int8), np.full((rows, groups, 2), np.nan, np.float32))
+
+
+def round_rows(team: Team, x: np.ndarray) -> RoundedRows:
+    out = room_for_rows(len(x), x.shape[1] // GROUP)
+    run(team, [operations.quantise(x, x.shape[1] // GROUP, out.codes, out.scales)], tokens=len(x))
+    return out
+
+
+def product(team: Team, x: np.ndarray, weights: PackedWeights, adds_to: np.ndarray | None = None) -> np.ndarray:
+    """float32 [rows, columns of all panels]: x Wᵀ + bias, added to a copy of `adds_to` if there is one."""
+    rounded = room_for_rows(len(x), weights.groups)
+    shape = len(x), weights.panels * PANEL
+    out = np.full(shape, np.nan, np.float32) if adds_to is None else adds_to.copy()
+    rows = [
+        operations.quantise(x, weights.groups, rounded.codes, rounded.scales),
+        operations.linear(weights, rounded.codes, rounded.scales, out, adds=adds_to is not None),
+    ]
+    run(team, rows, tokens=len(x))
+    return out
+
+
+def same_bits(ours: np.ndarray, theirs: np.ndarray) -> bool:
+    return ours.shape == theirs.shape and ours.tobytes() == theirs.tobytes()
+
+
+def close_all(teams: Iterable[Team]) -> None:
+    for team in teams:
+        team.close()
