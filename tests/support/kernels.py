@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 
+from backend_lib.models.compiled import Buffers
 from kernels.cpu import operations, program
+from kernels.cpu.attention import plan_blocks
 from kernels.cpu.matmul import GROUP, PANEL
 from kernels.cpu.pack import pack, unpack
 from kernels.cpu.team import Team
@@ -134,3 +137,62 @@ def same_bits(ours: np.ndarray, theirs: np.ndarray) -> bool:
 def close_all(teams: Iterable[Team]) -> None:
     for team in teams:
         team.close()
+
+
+@dataclass
+class Chunk:
+    """Tokens of one sequence that a step computes: `length` after the `cached` first, by `row` of the KV table."""
+
+    row: int
+    cached: int
+    length: int
+
+    @property
+    def positions(self) -> np.ndarray:
+        return np.arange(self.cached, self.cached + self.length)
+
+
+@dataclass
+class Pools:
+    """KV pools of all layers, [layer, token, key or value, K, D], and the table that says which token is where.
+
+    Tokens are spread at random; what belongs to none of them is NaN, and so is the last, which the table's unused places
+    name.
+    """
+
+    pools: np.ndarray
+    table: np.ndarray
+
+    @classmethod
+    def empty(
+        cls, generator: np.random.Generator, *, layers: int, rows: int, length: int, keys: int, size: int, kv_type: type
+    ) -> Pools:
+        places = rows * length
+        table = generator.permutation(places).reshape(rows, length).astype(np.int32)
+        padded = np.full((rows, length + 7), places, np.int32)
+        padded[:, :length] = table
+        return cls(np.full((layers, places + 1, 2, keys, size), np.nan, kv_type), padded)
+
+    def places(self, chunks: list[Chunk]) -> np.ndarray:
+        """int64 [T]"""
+        return np.concatenate([self.table[chunk.row, chunk.positions] for chunk in chunks]).astype(np.int64)
+
+
+def run_attention(
+    team: Team, rows: list[list[int]], shape: tuple[int, int, int], chunks: list[Chunk], kv: Pools,
+) -> None:  # fmt: skip
+    """Run a program of heads and attention. `shape`: query heads, key-value heads, head_dim."""
+    tokens = sum(chunk.length for chunk in chunks)
+    config = SimpleNamespace(
+        num_heads=shape[0], num_kv_heads=shape[1], head_dim=shape[2], hidden_size=GROUP, intermediate_size=GROUP,
+        vocab_size=1,
+    )  # fmt: skip
+    buffers = Buffers(config, tokens, team.threads)  # type: ignore[arg-type]
+    described = np.array([[each.row, each.length, each.cached + each.length] for each in chunks], np.int64).T.copy()
+    run(
+        team, rows, tokens=tokens, POSITIONS=np.concatenate([chunk.positions for chunk in chunks]).astype(np.int64),
+        KV_INDEX=kv.places(chunks), KV_TABLE=kv.table, KV_TABLE_STRIDE=kv.table.strides[0], POOLS=kv.pools,
+        POOL_BYTES=kv.pools.strides[0], BLOCKS=buffers.blocks,
+        NUM_BLOCKS=plan_blocks(described, buffers.queries, buffers.blocks), SCRATCH=buffers.scratch,
+        SCRATCH_BYTES=buffers.scratch.strides[0],
+    )  # fmt: skip
