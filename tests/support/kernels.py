@@ -156,8 +156,8 @@ class Chunk:
 class Pools:
     """KV pools of all layers, [layer, token, key or value, K, D], and the table that says which token is where.
 
-    Tokens are spread at random; what belongs to none of them is NaN, and so is the last, which the table's unused places
-    name.
+    Tokens are spread at random; what belongs to none of them is NaN, and so is the last place, which all of the table
+    names that is not used.
     """
 
     pools: np.ndarray
