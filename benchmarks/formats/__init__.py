@@ -1,0 +1,1 @@
+"""The parts of `benchmarks/quality.py` and `benchmarks/products.py`."""
