@@ -38,9 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     names += COMPARATORS if args.comparators else []
     checkpoint = open_checkpoint(args.model)
     assert isinstance(checkpoint.config, DecoderConfig)
-    ids = checkpoint.tokenizer.encode(args.text.read_text(encoding="utf-8")).ids[: args.tokens]
+    ids = checkpoint.tokenizer.encode(args.text.read_text(encoding="utf-8")).ids
     tasks = [Task(name, args.model, args.dtype, args.threads, CHUNK) for name in names]
-    results = measure(tasks, list(windows(ids)), checkpoint.config.vocab_size)
+    results = measure(tasks, spread(list(windows(ids)), args.tokens), checkpoint.config.vocab_size)
     _show(results, args)
     return 0
 
@@ -54,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
         "--dtype", choices=("auto", "float32"), default="auto", help="the setting: type of the KV cache"
     )
     parser.add_argument("--text", type=Path, default=TEXT)
-    parser.add_argument("--tokens", type=int, help="of the text, at most; default all")
+    parser.add_argument("--tokens", type=int, help="of the text, from all of it; default all")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", type=Path, help="a file to write the figures to")
     parser.add_argument("--markdown", action="store_true")
@@ -65,6 +65,12 @@ def windows(ids: list[int]) -> Iterator[list[int]]:
     """Of `WINDOW` tokens; the last one may be shorter, and has two at least."""
     for start in range(0, len(ids) - 1, WINDOW):
         yield ids[start : start + WINDOW]
+
+
+def spread(cut: list[list[int]], tokens: int | None) -> list[list[int]]:
+    """Windows for so many tokens, at even distances, so that each kind of text has its share."""
+    count = min(len(cut), -(-tokens // WINDOW)) if tokens else len(cut)
+    return [cut[place * len(cut) // count] for place in range(count)]
 
 
 def measure(tasks: Sequence[Task], cut: Sequence[list[int]], vocab_size: int) -> list[Result]:
