@@ -20,7 +20,7 @@ from backend_lib.models.quantised import QuantisedEmbedding, QuantisedLinear
 from backend_lib.models.rope import Rope
 from backend_lib.models.threads import team
 from kernels.cpu import operations, program
-from kernels.cpu.attention import TILE, plan_blocks
+from kernels.cpu.attention import PAIRS, TILE, plan_blocks
 from kernels.cpu.ir import LANES
 from kernels.cpu.matmul import GROUP, PANEL
 from kernels.cpu.rows import GELU_TANH, SILU
@@ -42,6 +42,13 @@ def can_compile(decoder: TransformerDecoder) -> bool:
         and all(size % GROUP == 0 for size in sizes)
         and config.head_dim % LANES == 0
     )
+
+
+def half_type(decoder: TransformerDecoder) -> torch.dtype:
+    """The type that keys and values are kept in: one of 2 bytes, as the CPU has it, unless heads are of an odd size."""
+    if not PAIRS:
+        return torch.float16
+    return torch.bfloat16 if decoder.config.head_dim % (2 * LANES) == 0 else torch.float32
 
 
 def _linears(decoder: TransformerDecoder) -> Iterator[Linear]:

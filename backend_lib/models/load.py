@@ -41,9 +41,9 @@ def weight_format(settings: Settings) -> str:
 
 def _compiled(decoder: TransformerDecoder, settings: Settings) -> Decoder:
     """The decoder as one program, if it can be said so."""
-    from backend_lib.models.compiled import CompiledDecoder, can_compile
+    from backend_lib.models.compiled import CompiledDecoder, can_compile, half_type
 
     if not can_compile(decoder):
         return decoder
-    kv_type = torch.float32 if settings.dtype == "float32" else torch.float16
-    return CompiledDecoder(decoder, settings.prefill_chunk + settings.max_running, kv_type)
+    capacity = settings.prefill_chunk + settings.max_running
+    return CompiledDecoder(decoder, capacity, torch.float32 if settings.dtype == "float32" else half_type(decoder))

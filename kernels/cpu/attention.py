@@ -4,12 +4,15 @@ A block of queries goes through its tokens in tiles of 32 that begin at multiple
 and Gimelshein, 2018): dot products with all keys of a tile, weights, and the weighted sum of the values. A query's
 result is the same to the last bit, whether it is computed alone or in a long prompt.
 
-Keys of a tile are turned, float32 [head_dim, 32], so that lanes are tokens and no lanes need to be summed.
+What is multiplied is float32, or pairs of bfloat16 where the CPU multiplies those and the pool is of 2 bytes. Either is
+an `element` of 4 bytes here. Keys of a tile are turned, elements [head_dim, 32], so that lanes are tokens and no lanes
+need to be summed; values stay, elements [32, head_dim], where a pair is of two tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from llvmlite import ir
 
@@ -23,6 +26,8 @@ from kernels.cpu.ir import (
     VF16,
     VF32,
     VI32,
+    add_products_of_pairs,
+    bf16_pairs,
     constant,
     exp,
     fma,
@@ -40,74 +45,107 @@ from kernels.cpu.rows import soft_cap
 
 TILE = 2 * LANES  # tokens
 MOST_ROWS = 6 if isa.HAS_AVX512 else 2  # of queries at once, as the number of registers allows
+PAIRS = isa.HAS_BF16  # whether a pool of 2 bytes is of bfloat16, multiplied in pairs; it is of float16 otherwise
 _MINUS_INFINITY = float("-inf")
-_FLOATS = 4 * LANES  # bytes of a vector
+_VECTOR = 4 * LANES  # bytes
+STATE_BYTES = 16  # of a query's state, see `weigh_row`
+
+
+class _Elements(NamedTuple):
+    """How a pool of one type is read, and its elements are multiplied.
+
+    Attributes:
+        load: float32 or pairs [16] of a row, at a place in vectors.
+        values: floats that make an element.
+        add: z + x y of elements x and y.
+    """
+
+    load: Callable[[ir.IRBuilder, ir.Value, ir.Value], ir.Value]
+    values: int
+    add: Callable[[ir.IRBuilder, ir.Value, ir.Value, ir.Value], ir.Value]
+
+
+def _load_float16(b: ir.IRBuilder, row: ir.Value, index: ir.Value) -> ir.Value:
+    return b.fpext(load(b, b.add(row, b.mul(index, I64(2 * LANES))), 0, VF16), VF32)
+
+
+def _load_float32(b: ir.IRBuilder, row: ir.Value, index: ir.Value) -> ir.Value:
+    return load(b, b.add(row, b.mul(index, I64(_VECTOR))), 0, VF32)
+
+
+def _load_pairs(b: ir.IRBuilder, row: ir.Value, index: ir.Value) -> ir.Value:
+    return load(b, b.add(row, b.mul(index, I64(_VECTOR))), 0, VI32)
+
+
+_FLOAT32 = _Elements(_load_float32, 1, fma)
+_TWO_BYTES = _Elements(_load_pairs, 2, add_products_of_pairs) if PAIRS else _Elements(_load_float16, 1, fma)
+
+
+def _for_pool(b: ir.IRBuilder, size: ir.Value, emit: Callable[[_Elements], object]) -> None:
+    """`size`: bytes of a value in the pool."""
+    with b.if_else(b.icmp_signed("==", size, I64(2))) as (two, four):
+        with two:
+            emit(_TWO_BYTES)
+        with four:
+            emit(_FLOAT32)
 
 
 @procedure("iiiiii")
 def gather_keys(
-    b: ir.IRBuilder, size: ir.Value, pool: ir.Value, indices: ir.Value, stride: ir.Value, parts: ir.Value,
+    b: ir.IRBuilder, size: ir.Value, pool: ir.Value, indices: ir.Value, stride: ir.Value, floats: ir.Value,
     out: ir.Value,
 ) -> None:  # fmt: skip
-    """Rows of [16 parts] at 32 indices, int32, `stride` bytes apart, turned to float32 [16 parts, 32].
+    """Rows of `floats` at 32 indices, int32, `stride` bytes apart, to elements [..., 32]."""
 
-    `size`: 2 for a pool of float16, 4 for one of float32.
-    """
-
-    def turn(kind: ir.VectorType) -> None:
+    def turn(elements: _Elements) -> None:
         for half in range(2):
             rows = _row_addresses(b, pool, b.add(indices, I64(4 * LANES * half)), stride)
 
             def part(index: ir.Value, rows: list = rows, half: int = half) -> list:
-                columns = _transposed(b, [_load_part(b, row, index, kind) for row in rows])
+                columns = _transposed(b, [elements.load(b, row, index) for row in rows])
                 to = b.add(out, b.mul(index, I64(LANES * 4 * TILE)))
                 for place, column in enumerate(columns):
-                    store(b, column, to, 4 * TILE * place + _FLOATS * half)
+                    store(b, column, to, 4 * TILE * place + _VECTOR * half)
                 return []
 
-            loop(b, parts, [], part)
+            loop(b, _vectors(b, floats, elements), [], part)
 
-    _either_size(b, size, turn)
+    _for_pool(b, size, turn)
 
 
 @procedure("iiiiii")
 def gather_values(
-    b: ir.IRBuilder, size: ir.Value, pool: ir.Value, indices: ir.Value, stride: ir.Value, parts: ir.Value,
+    b: ir.IRBuilder, size: ir.Value, pool: ir.Value, indices: ir.Value, stride: ir.Value, floats: ir.Value,
     out: ir.Value,
 ) -> None:  # fmt: skip
-    """As `gather_keys`, to float32 [32, 16 parts]."""
+    """Rows of `floats` at 32 indices, int32, `stride` bytes apart, to elements [32 or 16, floats]."""
 
-    def copy(kind: ir.VectorType) -> None:
+    def copy(elements: _Elements) -> None:
         for half in range(2):
             rows = _row_addresses(b, pool, b.add(indices, I64(4 * LANES * half)), stride)
+            first = LANES // elements.values * half
 
-            def part(index: ir.Value, rows: list = rows, half: int = half) -> list:
-                for place, row in enumerate(rows):
-                    at = b.add(b.mul(parts, I64(place + LANES * half)), index)
-                    store(b, _load_part(b, row, index, kind), b.add(out, b.mul(at, I64(_FLOATS))))
+            def part(index: ir.Value, rows: list = rows, first: int = first) -> list:
+                vectors = [elements.load(b, row, index) for row in rows]
+                if elements.values == 2:
+                    vectors = [each for k in range(0, LANES, 2) for each in _interleaved(b, *vectors[k : k + 2])]
+                for place, vector in enumerate(vectors):
+                    row, part = place // elements.values, place % elements.values
+                    at = b.add(b.mul(floats, I64(4 * (first + row))), b.mul(index, I64(_VECTOR * elements.values)))
+                    store(b, vector, b.add(out, at), _VECTOR * part)
                 return []
 
-            loop(b, parts, [], part)
+            loop(b, _vectors(b, floats, elements), [], part)
 
-    _either_size(b, size, copy)
+    _for_pool(b, size, copy)
 
 
-def _either_size(b: ir.IRBuilder, size: ir.Value, emit: Callable[[ir.VectorType], None]) -> None:
-    with b.if_else(b.icmp_signed("==", size, I64(2))) as (halves, floats):
-        with halves:
-            emit(VF16)
-        with floats:
-            emit(VF32)
+def _vectors(b: ir.IRBuilder, floats: ir.Value, elements: _Elements) -> ir.Value:
+    return b.udiv(floats, I64(LANES * elements.values))
 
 
 def _row_addresses(b: ir.IRBuilder, pool: ir.Value, indices: ir.Value, stride: ir.Value) -> list[ir.Value]:
     return [b.add(pool, b.mul(b.sext(load(b, indices, 4 * place, I32), I64), stride)) for place in range(LANES)]
-
-
-def _load_part(b: ir.IRBuilder, row: ir.Value, index: ir.Value, kind: ir.VectorType) -> ir.Value:
-    size = 2 if kind is VF16 else 4
-    value = load(b, b.add(row, b.mul(index, I64(size * LANES))), 0, kind)
-    return b.fpext(value, VF32) if kind is VF16 else value
 
 
 def _transposed(b: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Value]:
@@ -124,49 +162,77 @@ def _transposed(b: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Value]:
     return rows
 
 
+def _interleaved(b: ir.IRBuilder, one: ir.Value, other: ir.Value) -> list[ir.Value]:
+    """32 values of two tokens, pairs of neighbours each, as pairs of tokens: two vectors of 16."""
+    words = ir.VectorType(ir.IntType(16), 2 * LANES)
+    one, other = b.bitcast(one, words), b.bitcast(other, words)
+    halves = [[start + place // 2 + 2 * LANES * (place % 2) for place in range(2 * LANES)] for start in (0, LANES)]
+    return [b.bitcast(shuffle(b, one, other, lanes), VI32) for lanes in halves]
+
+
+@procedure("iiii")
+def copy_query(b: ir.IRBuilder, size: ir.Value, x: ir.Value, floats: ir.Value, out: ir.Value) -> None:
+    """float32 [floats] as elements."""
+    _for_pool(b, size, lambda elements: _copy_elements(b, x, floats, out, elements))
+
+
+def _copy_elements(b: ir.IRBuilder, x: ir.Value, floats: ir.Value, out: ir.Value, elements: _Elements) -> None:
+    def part(index: ir.Value) -> list:
+        at = b.add(x, b.mul(index, I64(_VECTOR * elements.values)))
+        vectors = [load(b, at, _VECTOR * place, VF32) for place in range(elements.values)]
+        value = bf16_pairs(b, *vectors) if elements.values == 2 else vectors[0]
+        store(b, value, b.add(out, b.mul(index, I64(_VECTOR))))
+        return []
+
+    loop(b, _vectors(b, floats, elements), [], part)
+
+
 @procedure("iiiiiii")
 def score_rows(
-    b: ir.IRBuilder, rows: ir.Value, queries: ir.Value, query_stride: ir.Value, keys: ir.Value, depth: ir.Value,
-    scores: ir.Value, score_stride: ir.Value,
+    b: ir.IRBuilder, size: ir.Value, rows: ir.Value, queries: ir.Value, query_stride: ir.Value, keys: ir.Value,
+    floats: ir.Value, scores: ir.Value,
 ) -> None:  # fmt: skip
-    """Dot products of `rows` queries, at most `MOST_ROWS`, with the 32 turned keys."""
-    zero = constant(VF32, 0.0)
+    """Dot products of `rows` queries, at most `MOST_ROWS`, with the 32 turned keys: float32 [rows, 32]."""
 
-    def emit(count: int) -> None:
-        sums = _products(b, count, 2, queries, query_stride, keys, I64(4 * TILE), depth, [zero] * (2 * count))
+    def emit(elements: _Elements, count: int) -> None:
+        depth = b.udiv(floats, I64(elements.values))
+        zeros = [constant(VF32, 0.0)] * (2 * count)
+        sums = _products(b, elements, (count, 2), queries, query_stride, keys, I64(4 * TILE), depth, zeros)
         for place, value in enumerate(sums):
-            to = b.add(scores, b.mul(score_stride, I64(place // 2)))
-            store(b, value, to, _FLOATS * (place % 2))
+            store(b, value, scores, 4 * TILE * (place // 2) + _VECTOR * (place % 2))
 
-    _for_count(b, rows, emit)
+    _for_pool(b, size, lambda elements: _for_count(b, rows, lambda count: emit(elements, count)))
 
 
-@procedure("iiiiiii")
+@procedure("iiiiiiii")
 def add_values(
-    b: ir.IRBuilder, rows: ir.Value, weights: ir.Value, values: ir.Value, parts: ir.Value, sums: ir.Value,
-    state: ir.Value, width: ir.Value,
+    b: ir.IRBuilder, size: ir.Value, rows: ir.Value, width: ir.Value, weights: ir.Value, values: ir.Value,
+    floats: ir.Value, sums: ir.Value, state: ir.Value,
 ) -> None:  # fmt: skip
     """sums = kept * sums + weights @ values, for `rows` queries and `width` (1 or 2) vectors of their values.
 
-    `weights` and `values` are [rows, 32] and [32, 16 parts]; `state` as in `weigh_row`.
+    `weights` and `values` are elements [rows, 32] and [32, floats], `sums` float32 [rows, floats]; `state` as in
+    `weigh_row`.
     """
-    stride = b.mul(parts, I64(_FLOATS))
+    stride = b.mul(floats, I64(4))
 
-    def emit(count: int, vectors: int) -> None:
-        kept = [splat(b, load(b, state, 16 * row + 8, F32)) for row in range(count)]
+    def emit(elements: _Elements, count: int, vectors: int) -> None:
         to = [(b.add(sums, b.mul(stride, I64(row))), vector) for row in range(count) for vector in range(vectors)]
+        kept = [splat(b, load(b, state, STATE_BYTES * row + 8, F32)) for row in range(count)]
         before = [
-            b.fmul(load(b, at, _FLOATS * vector, VF32), kept[place // vectors]) for place, (at, vector) in enumerate(to)
+            b.fmul(load(b, at, _VECTOR * vector, VF32), kept[place // vectors]) for place, (at, vector) in enumerate(to)
         ]
-        after = _products(b, count, vectors, weights, I64(4 * TILE), values, stride, I64(TILE), before)
+        depth = I64(TILE // elements.values)
+        shape = count, vectors
+        after = _products(b, elements, shape, weights, I64(4 * TILE), values, stride, depth, before)
         for (at, vector), value in zip(to, after, strict=True):
-            store(b, value, at, _FLOATS * vector)
+            store(b, value, at, _VECTOR * vector)
 
-    with b.if_else(b.icmp_signed("==", width, I64(2))) as (two, one):
-        with two:
-            _for_count(b, rows, lambda count: emit(count, 2))
-        with one:
-            _for_count(b, rows, lambda count: emit(count, 1))
+    def emit_width(elements: _Elements, vectors: int) -> None:
+        with b.if_then(b.icmp_signed("==", width, I64(vectors))):
+            _for_count(b, rows, lambda count: emit(elements, count, vectors))
+
+    _for_pool(b, size, lambda elements: [emit_width(elements, vectors) for vectors in (1, 2)])
 
 
 def _for_count(b: ir.IRBuilder, rows: ir.Value, emit: Callable[[int], None]) -> None:
@@ -176,26 +242,44 @@ def _for_count(b: ir.IRBuilder, rows: ir.Value, emit: Callable[[int], None]) -> 
 
 
 def _products(
-    b: ir.IRBuilder, rows: int, vectors: int, left: ir.Value, left_stride: ir.Value, right: ir.Value,
-    right_stride: ir.Value, depth: ir.Value, sums: list[ir.Value],
+    b: ir.IRBuilder, elements: _Elements, shape: tuple[int, int], left: ir.Value, left_stride: ir.Value,
+    right: ir.Value, right_stride: ir.Value, depth: ir.Value, sums: list[ir.Value],
 ) -> list[ir.Value]:  # fmt: skip
-    """`sums` [rows * vectors] plus float32 [rows, depth] @ [depth, 16 vectors], one depth after the other."""
+    """`sums` [rows * vectors] plus elements [rows, depth] @ [depth, 16 vectors].
 
-    def step(index: ir.Value, *totals: ir.Value) -> list:
+    Even and odd depths are summed apart, and then together: a sum that waits for nothing but itself would be slow.
+    """
+    rows, vectors = shape
+
+    def add(index: ir.Value, totals: Sequence[ir.Value]) -> list[ir.Value]:
         at = b.add(right, b.mul(right_stride, index))
-        columns = [load(b, at, _FLOATS * vector, VF32) for vector in range(vectors)]
+        columns = [load(b, at, _VECTOR * vector, _kind(elements)) for vector in range(vectors)]
         out = []
         for row in range(rows):
             place = b.add(b.add(left, b.mul(left_stride, I64(row))), b.mul(index, I64(4)))
-            value = splat(b, load(b, place, 0, F32))
-            out += [fma(b, value, columns[vector], totals[row * vectors + vector]) for vector in range(vectors)]
+            value = splat(b, load(b, place, 0, _kind(elements).element))
+            for vector in range(vectors):
+                out.append(elements.add(b, value, columns[vector], totals[row * vectors + vector]))
         return out
 
-    return loop(b, depth, sums, step)
+    def step(index: ir.Value, *totals: ir.Value) -> list:
+        even = b.mul(index, I64(2))
+        half = rows * vectors
+        return [*add(even, totals[:half]), *add(b.add(even, I64(1)), totals[half:])]
+
+    zeros = [constant(VF32, 0.0)] * len(sums)
+    both = loop(b, b.udiv(depth, I64(2)), [*sums, *zeros], step)
+    return [b.fadd(even, odd) for even, odd in zip(both[: len(sums)], both[len(sums) :], strict=True)]
 
 
-@procedure("iiiif")
-def weigh_row(b: ir.IRBuilder, scores: ir.Value, state: ir.Value, low: ir.Value, high: ir.Value, cap: ir.Value) -> None:
+def _kind(elements: _Elements) -> ir.VectorType:
+    return VI32 if elements.values == 2 else VF32
+
+
+@procedure("iiiiif")
+def weigh_row(
+    b: ir.IRBuilder, size: ir.Value, scores: ir.Value, state: ir.Value, low: ir.Value, high: ir.Value, cap: ir.Value
+) -> None:
     """Scores of a query, float32 [32], to weights in place, 0 outside the tokens `low` up to `high`, at least one.
 
     `state`, float32 [4]: the largest score so far, the sum of the weights, and by what earlier sums are multiplied now.
@@ -203,10 +287,10 @@ def weigh_row(b: ir.IRBuilder, scores: ir.Value, state: ir.Value, low: ir.Value,
     """
     with b.if_then(b.fcmp_ordered("!=", cap, F32(0.0))):
         for half in range(2):
-            store(b, soft_cap(b, load(b, scores, _FLOATS * half, VF32), cap), scores, _FLOATS * half)
+            store(b, soft_cap(b, load(b, scores, _VECTOR * half, VF32), cap), scores, _VECTOR * half)
     inside = [_between(b, half * LANES, low, high) for half in range(2)]
     minus_infinity = constant(VF32, _MINUS_INFINITY)
-    chosen = [b.select(inside[half], load(b, scores, _FLOATS * half, VF32), minus_infinity) for half in range(2)]
+    chosen = [b.select(inside[half], load(b, scores, _VECTOR * half, VF32), minus_infinity) for half in range(2)]
     before = load(b, state, 0, F32)
     largest = maximum(b, before, reduce_max(b, maximum(b, *chosen)))
     top = splat(b, largest)
@@ -219,7 +303,10 @@ def weigh_row(b: ir.IRBuilder, scores: ir.Value, state: ir.Value, low: ir.Value,
     for place, value in enumerate((largest, total, kept)):
         store(b, value, state, 4 * place)
     for half, part in enumerate(weights):
-        store(b, part, scores, _FLOATS * half)
+        store(b, part, scores, _VECTOR * half)
+    if PAIRS:
+        with b.if_then(b.icmp_signed("==", size, I64(2))):
+            store(b, bf16_pairs(b, *weights), scores)
 
 
 def _kept(b: ir.IRBuilder, before: ir.Value, largest: ir.Value) -> ir.Value:
@@ -248,7 +335,7 @@ def finish_query(b: ir.IRBuilder, sums: ir.Value, state: ir.Value, parts: ir.Val
     inverse = splat(b, b.fdiv(F32(1.0), load(b, state, 4, F32)))
 
     def part(index: ir.Value) -> list:
-        offset = b.mul(index, I64(_FLOATS))
+        offset = b.mul(index, I64(_VECTOR))
         store(b, b.fmul(load(b, b.add(sums, offset), 0, VF32), inverse), b.add(out, offset))
         return []
 
@@ -256,23 +343,11 @@ def finish_query(b: ir.IRBuilder, sums: ir.Value, state: ir.Value, parts: ir.Val
 
 
 @procedure("iii")
-def copy_floats(b: ir.IRBuilder, x: ir.Value, parts: ir.Value, out: ir.Value) -> None:
-    """float32 [16 parts]."""
-
-    def part(index: ir.Value) -> list:
-        offset = b.mul(index, I64(_FLOATS))
-        store(b, load(b, b.add(x, offset), 0, VF32), b.add(out, offset))
-        return []
-
-    loop(b, parts, [], part)
-
-
-@procedure("iii")
-def clear_floats(b: ir.IRBuilder, out: ir.Value, parts: ir.Value, state: ir.Value) -> None:
+def start_query(b: ir.IRBuilder, out: ir.Value, parts: ir.Value, state: ir.Value) -> None:
     """A query's sums and state at the start."""
 
     def part(index: ir.Value) -> list:
-        store(b, constant(VF32, 0.0), b.add(out, b.mul(index, I64(_FLOATS))))
+        store(b, constant(VF32, 0.0), b.add(out, b.mul(index, I64(_VECTOR))))
         return []
 
     loop(b, parts, [], part)

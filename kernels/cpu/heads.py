@@ -7,8 +7,9 @@ import math
 import numpy as np
 from llvmlite import ir
 
+from kernels.cpu.attention import PAIRS
 from kernels.cpu.compiled import jit
-from kernels.cpu.ir import I64, LANES, VF16, VF32, load, load_float, loop, procedure, store, store_float
+from kernels.cpu.ir import I64, LANES, VF16, VF32, bf16_pairs, load, load_float, loop, procedure, store, store_float
 
 
 @jit
@@ -47,25 +48,32 @@ def scale_head(head, size, factor):
         store_float(head + 4 * i, load_float(head + 4 * i) * factor)
 
 
-@procedure("iii")
-def store_halves(b: ir.IRBuilder, x: ir.Value, parts: ir.Value, out: ir.Value) -> None:
-    """float32 [16 parts] as float16."""
+@procedure("iiii")
+def store_heads(b: ir.IRBuilder, size: ir.Value, x: ir.Value, floats: ir.Value, out: ir.Value) -> None:
+    """float32 [floats] into a pool of `size` bytes a value."""
+    with b.if_else(b.icmp_signed("==", size, I64(2))) as (two, four):
+        with two:
+            _store_pairs(b, x, floats, out) if PAIRS else _store_as(b, x, floats, out, VF16)
+        with four:
+            _store_as(b, x, floats, out, VF32)
+
+
+def _store_as(b: ir.IRBuilder, x: ir.Value, floats: ir.Value, out: ir.Value, kind: ir.VectorType) -> None:
+    size = LANES * (2 if kind is VF16 else 4)
 
     def part(index: ir.Value) -> list:
         value = load(b, b.add(x, b.mul(index, I64(4 * LANES))), 0, VF32)
-        store(b, b.fptrunc(value, VF16), b.add(out, b.mul(index, I64(2 * LANES))))
+        store(b, b.fptrunc(value, VF16) if kind is VF16 else value, b.add(out, b.mul(index, I64(size))))
         return []
 
-    loop(b, parts, [], part)
+    loop(b, b.udiv(floats, I64(LANES)), [], part)
 
 
-@procedure("iii")
-def store_floats(b: ir.IRBuilder, x: ir.Value, parts: ir.Value, out: ir.Value) -> None:
-    """float32 [16 parts]."""
-
+def _store_pairs(b: ir.IRBuilder, x: ir.Value, floats: ir.Value, out: ir.Value) -> None:
     def part(index: ir.Value) -> list:
-        offset = b.mul(index, I64(4 * LANES))
-        store(b, load(b, b.add(x, offset), 0, VF32), b.add(out, offset))
+        at = b.add(x, b.mul(index, I64(8 * LANES)))
+        pairs = bf16_pairs(b, load(b, at, 0, VF32), load(b, at, 4 * LANES, VF32))
+        store(b, pairs, b.add(out, b.mul(index, I64(4 * LANES))))
         return []
 
-    loop(b, parts, [], part)
+    loop(b, b.udiv(floats, I64(2 * LANES)), [], part)

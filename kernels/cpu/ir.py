@@ -20,6 +20,22 @@ F16, F32 = ir.HalfType(), ir.FloatType()
 VI8, VI32 = ir.VectorType(I8, LANES), ir.VectorType(I32, LANES)
 VF16, VF32 = ir.VectorType(F16, LANES), ir.VectorType(F32, LANES)
 
+
+class _BFloat(ir.Type):
+    """LLVM's bfloat, for which llvmlite has no class."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
+
+
+BF16_PAIRS = ir.VectorType(_BFloat(), 2 * LANES)  # two to each of 16 lanes
+
 _HALVINGS = (8, 4, 2, 1)
 
 _LOG2_E = 1.4426950408889634
@@ -67,6 +83,18 @@ def call(b: ir.IRBuilder, name: str, result: ir.Type, *args: ir.Value) -> ir.Val
 
 def fma(b: ir.IRBuilder, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
     return call(b, "llvm.fma.v16f32", VF32, x, y, z)
+
+
+def bf16_pairs(b: ir.IRBuilder, low: ir.Value, high: ir.Value) -> ir.Value:
+    """Two vectors of float32, one after the other, rounded to bfloat16: int32 [16], each the bits of two neighbours."""
+    rounded = call(b, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", BF16_PAIRS, high, low)
+    return b.bitcast(rounded, VI32)
+
+
+def add_products_of_pairs(b: ir.IRBuilder, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
+    """z + x y, lane by lane, where a lane of x and y is two bfloat16 and a product the sum of two."""
+    pairs = [b.bitcast(each, BF16_PAIRS) for each in (x, y)]
+    return call(b, "llvm.x86.avx512bf16.dpbf16ps.512", VF32, z, *pairs)
 
 
 def maximum(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:

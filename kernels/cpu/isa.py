@@ -42,6 +42,7 @@ def is_supported() -> bool:
 
 
 HAS_AVX512 = "avx512f" in features()
+HAS_BF16 = {"avx512f", "avx512bw", "avx512bf16"} <= features()
 HAS_VNNI = {"avx512f", "avx512vnni"} <= features()
 MOST_ROWS = 8 if HAS_VNNI else 4
 

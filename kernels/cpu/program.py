@@ -13,18 +13,19 @@ import numpy as np
 
 from kernels.cpu.attention import (
     MOST_ROWS,
+    STATE_BYTES,
     TILE,
     add_values,
-    clear_floats,
-    copy_floats,
+    copy_query,
     finish_query,
     gather_keys,
     gather_values,
     score_rows,
+    start_query,
     weigh_row,
 )  # fmt: skip
 from kernels.cpu.compiled import jit
-from kernels.cpu.heads import fill_rotation, norm_head, rotate, scale_head, store_floats, store_halves
+from kernels.cpu.heads import fill_rotation, norm_head, rotate, scale_head, store_heads
 from kernels.cpu.ir import LANES, float_of_bits, load_int32, load_int64, prefetch, store_float, store_int32
 from kernels.cpu.matmul import GROUP, multiply
 from kernels.cpu.pack import unpack_row
@@ -39,8 +40,6 @@ STEP_WORDS = 16
 
 # Words of a block of queries: row of the KV table, first token in the step, how many, the first's position.
 BLOCK_WORDS = 4
-
-_STATE = 16  # bytes of a query's state
 
 EMBED, ROTATION, NORM, ADD_NORM, LINEAR, HEADS, ATTEND, QUANTISE, ACTIVATE, SOFT_CAP = range(10)
 
@@ -115,56 +114,54 @@ def _prepare_heads(op, step, row):
             scale_head(at, size, float_of_bits(op[10]))
     token = load_int64(step[KV_INDEX] + 8 * row)
     pool = step[POOLS] + op[11] * step[POOL_BYTES] + token * 2 * keys * size * op[12]
-    if op[12] == 2:
-        store_halves(heads + queries * size * 4, 2 * keys * size // LANES, pool)
-    else:
-        store_floats(heads + queries * size * 4, 2 * keys * size // LANES, pool)
+    store_heads(op[12], heads + queries * size * 4, 2 * keys * size, pool)
 
 
 @jit
 def _attend(op, step, block, head, scratch):
     """A block of queries over the keys of one head. Tokens beyond the last query's position are not looked at."""
-    group, size, window = op[3] // op[4], op[5], op[8]
-    parts, head_bytes = size // LANES, size * 4
+    group, floats, window, kv_bytes = op[3] // op[4], op[5], op[8], op[11]
     place = step[BLOCKS] + block * BLOCK_WORDS * 8
     row, first = load_int64(place), load_int64(place + 8)
     count, position = load_int64(place + 16), load_int64(place + 24)
-    pool = step[POOLS] + op[10] * step[POOL_BYTES] + head * size * op[11]
+    pool = step[POOLS] + op[10] * step[POOL_BYTES] + head * floats * kv_bytes
     table = step[KV_TABLE] + row * step[KV_TABLE_STRIDE]
-    rows = count * group
-    keys, values = scratch, scratch + TILE * head_bytes
-    queries = values + TILE * head_bytes
-    sums = queries + rows * head_bytes
-    scores = sums + rows * head_bytes
+    rows, row_bytes = count * group, floats * 4
+    keys, values = scratch, scratch + TILE * row_bytes
+    queries = values + TILE * row_bytes
+    sums = queries + rows * row_bytes
+    scores = sums + rows * row_bytes
     state = scores + rows * TILE * 4
-    _start_queries(op, first, head, rows, group, parts, queries, sums, state)
+    for one in range(rows):
+        query = op[1] + (first + one // group) * op[2] + (head * group + one % group) * row_bytes
+        copy_query(kv_bytes, query, floats, queries + one * row_bytes)
+        start_query(sums + one * row_bytes, floats // LANES, state + one * STATE_BYTES)
     start = 0 if window == 0 else max(0, position - window + 1) // TILE * TILE
     for tile in range(start, position + count, TILE):
-        _gather(op, table, pool, tile, position + count, parts, keys, values)
-        for one in range(0, rows, MOST_ROWS):
-            some = min(MOST_ROWS, rows - one)
-            score_rows(some, queries + one * head_bytes, head_bytes, keys, size, scores + one * TILE * 4, TILE * 4)
+        _gather(op, table, pool, tile, position + count, keys, values)
+        _score(kv_bytes, rows, floats, queries, keys, scores)
         _weigh(op, rows, group, position, tile, scores, state)
-        for one in range(0, rows, MOST_ROWS):
-            some = min(MOST_ROWS, rows - one)
-            for part in range(0, parts, 2):
-                offset = part * LANES * 4
-                add_values(
-                    some, scores + one * TILE * 4, values + offset, parts, sums + one * head_bytes + offset,
-                    state + one * _STATE, min(2, parts - part),
-                )  # fmt: skip
+        _add_values(kv_bytes, rows, floats, scores, values, sums, state)
     for one in range(rows):
-        out = op[6] + (first + one // group) * op[7] + (head * group + one % group) * head_bytes
-        finish_query(sums + one * head_bytes, state + one * _STATE, parts, out)
+        out = op[6] + (first + one // group) * op[7] + (head * group + one % group) * row_bytes
+        finish_query(sums + one * row_bytes, state + one * STATE_BYTES, floats // LANES, out)
 
 
 @jit
-def _start_queries(op, first, head, rows, group, parts, queries, sums, state):
-    head_bytes = parts * LANES * 4
-    for one in range(rows):
-        query = op[1] + (first + one // group) * op[2] + (head * group + one % group) * head_bytes
-        copy_floats(query, parts, queries + one * head_bytes)
-        clear_floats(sums + one * head_bytes, parts, state + one * _STATE)
+def _score(kv_bytes, rows, floats, queries, keys, scores):
+    for one in range(0, rows, MOST_ROWS):
+        some = min(MOST_ROWS, rows - one)
+        score_rows(kv_bytes, some, queries + one * floats * 4, floats * 4, keys, floats, scores + one * TILE * 4)
+
+
+@jit
+def _add_values(kv_bytes, rows, floats, scores, values, sums, state):
+    for one in range(0, rows, MOST_ROWS):
+        some, weights, states = min(MOST_ROWS, rows - one), scores + one * TILE * 4, state + one * STATE_BYTES
+        for start in range(0, floats, 2 * LANES):
+            width = min(2, (floats - start) // LANES)
+            to = sums + (one * floats + start) * 4
+            add_values(kv_bytes, some, width, weights, values + start * 4, floats, to, states)
 
 
 @jit
@@ -175,26 +172,27 @@ def _weigh(op, rows, group, position, tile, scores, state):
         high = min(TILE, token + 1 - tile)
         low = 0 if op[8] == 0 else max(0, token - op[8] + 1 - tile)
         if low < high:
-            weigh_row(scores + one * TILE * 4, state + one * _STATE, low, high, float_of_bits(op[9]))
+            weigh_row(op[11], scores + one * TILE * 4, state + one * STATE_BYTES, low, high, float_of_bits(op[9]))
         else:
             for i in range(TILE):
                 store_float(scores + one * TILE * 4 + 4 * i, np.float32(0.0))
-            store_float(state + one * _STATE + 8, np.float32(1.0))
+            store_float(state + one * STATE_BYTES + 8, np.float32(1.0))
 
 
 @jit
-def _gather(op, table, pool, tile, end, parts, keys, values):
+def _gather(op, table, pool, tile, end, keys, values):
     """Keys and values of a tile; a place beyond the sequence's end repeats its last token, and has no weight."""
-    heads_bytes = op[4] * op[5] * op[11]
+    floats, kv_bytes = op[5], op[11]
+    heads_bytes = op[4] * floats * kv_bytes
     indices = table + 4 * tile
     if end - tile < TILE:
-        indices = values + TILE * parts * LANES * 4 - 4 * TILE  # in what is overwritten once it has been read
+        indices = values + TILE * floats * 4 - 4 * TILE  # in what is overwritten once it has been read
         for i in range(TILE):
             store_int32(indices + 4 * i, load_int32(table + 4 * min(tile + i, end - 1)))
     for i in range(tile + TILE, min(tile + 2 * TILE, end)):
         token = pool + load_int32(table + 4 * i) * 2 * heads_bytes
-        for line in range(0, op[5] * op[11], 64):
+        for line in range(0, floats * kv_bytes, 64):
             prefetch(token + line)
             prefetch(token + heads_bytes + line)
-    gather_keys(op[11], pool, indices, 2 * heads_bytes, parts, keys)
-    gather_values(op[11], pool + heads_bytes, indices, 2 * heads_bytes, parts, values)
+    gather_keys(kv_bytes, pool, indices, 2 * heads_bytes, floats, keys)
+    gather_values(kv_bytes, pool + heads_bytes, indices, 2 * heads_bytes, floats, values)

@@ -65,7 +65,7 @@ class Team:
     def run(self, operations: np.ndarray, step: np.ndarray) -> None:
         """Run int64 [operations, `WIDTH`] with int64 [`STEP_WORDS`]; returns when all of it is done."""
         assert len(operations) <= _MAX_OPERATIONS
-        _run(self._block, operations, step, self.threads)
+        _take_part(self._block, operations, step, 0, self.threads)
 
     def close(self) -> None:
         """End the helpers. Not while a step runs."""
@@ -76,11 +76,23 @@ class Team:
 
 def _help(memory: np.ndarray, block: int, thread: int, threads: int) -> None:
     """`memory` is held as long as the thread reads it."""
-    _serve(block, thread, threads)
+    nothing = np.zeros((0, WIDTH), np.int64), np.zeros(STEP_WORDS, np.int64)
+    _take_part(block, *nothing, thread, threads)
 
 
 @jit
-def _run(block, operations, step, threads):
+def _take_part(block, operations, step, thread, threads):
+    """Run a step, as thread 0; or help until the team is closed. One function, since it takes seconds to compile."""
+    generation = _begin(block, operations, step) if thread == 0 else _next_generation(block, 0)
+    while generation >= 0:
+        _work(block, generation, thread, threads)
+        if thread == 0:
+            return
+        generation = _next_generation(block, generation)
+
+
+@jit
+def _begin(block, operations, step):
     count = len(operations)
     int64_array(block + _STEP, 1, STEP_WORDS)[0] = step
     int64_array(block + _PROGRAM, count, WIDTH)[:] = operations
@@ -94,7 +106,7 @@ def _run(block, operations, step, threads):
         sync.write(claim + _UNCLAIMED, generation << 32 | total)
     sync.write(block + _GENERATION, generation)
     _wake(block, block + _GENERATION)
-    _work(block, generation, 0, threads)
+    return generation
 
 
 @jit
@@ -159,19 +171,8 @@ def _is_done(block, address, generation, total):
 
 
 @jit
-def _serve(block, thread, threads):
-    """A helper's life. It joins the steps that it sees begin."""
-    seen = 0
-    while True:
-        generation = _next_generation(block, seen)
-        if generation < 0:
-            return
-        seen = generation
-        _work(block, generation, thread, threads)
-
-
-@jit
 def _next_generation(block, seen):
+    """The step that begins next, or has; -1 when the team is closed."""
     spins = 0
     while True:
         if sync.read(block + _STOP):
