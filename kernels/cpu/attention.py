@@ -12,6 +12,7 @@ need to be summed; values stay, elements [32, head_dim], where a pair is of two 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from llvmlite import ir
@@ -81,7 +82,7 @@ _FLOAT32 = _Elements(_load_float32, 1, fma)
 _TWO_BYTES = _Elements(_load_pairs, 2, add_products_of_pairs) if PAIRS else _Elements(_load_float16, 1, fma)
 
 
-def _for_pool(b: ir.IRBuilder, size: ir.Value, emit: Callable[[_Elements], object]) -> None:
+def _for_pool(b: ir.IRBuilder, size: ir.Value, emit: Callable[[_Elements], None]) -> None:
     """`size`: bytes of a value in the pool."""
     with b.if_else(b.icmp_signed("==", size, I64(2))) as (two, four):
         with two:
@@ -201,7 +202,7 @@ def score_rows(
         for place, value in enumerate(sums):
             store(b, value, scores, 4 * TILE * (place // 2) + _VECTOR * (place % 2))
 
-    _for_pool(b, size, lambda elements: _for_count(b, rows, lambda count: emit(elements, count)))
+    _for_pool(b, size, lambda elements: _for_count(b, rows, partial(emit, elements)))
 
 
 @procedure("iiiiiiii")
@@ -216,7 +217,7 @@ def add_values(
     """
     stride = b.mul(floats, I64(4))
 
-    def emit(elements: _Elements, count: int, vectors: int) -> None:
+    def emit(elements: _Elements, vectors: int, count: int) -> None:
         to = [(b.add(sums, b.mul(stride, I64(row))), vector) for row in range(count) for vector in range(vectors)]
         kept = [splat(b, load(b, state, STATE_BYTES * row + 8, F32)) for row in range(count)]
         before = [
@@ -228,11 +229,12 @@ def add_values(
         for (at, vector), value in zip(to, after, strict=True):
             store(b, value, at, _VECTOR * vector)
 
-    def emit_width(elements: _Elements, vectors: int) -> None:
-        with b.if_then(b.icmp_signed("==", width, I64(vectors))):
-            _for_count(b, rows, lambda count: emit(elements, count, vectors))
+    def emit_widths(elements: _Elements) -> None:
+        for vectors in (1, 2):
+            with b.if_then(b.icmp_signed("==", width, I64(vectors))):
+                _for_count(b, rows, partial(emit, elements, vectors))
 
-    _for_pool(b, size, lambda elements: [emit_width(elements, vectors) for vectors in (1, 2)])
+    _for_pool(b, size, emit_widths)
 
 
 def _for_count(b: ir.IRBuilder, rows: ir.Value, emit: Callable[[int], None]) -> None:

@@ -47,9 +47,12 @@ def pause(b: ir.IRBuilder) -> None:
 
 
 @jit
-def sleep_while(address, value):
-    """Until `wake` of the address; not at all if its low half is not that of `value` any more. May end early."""
-    _syscall(_FUTEX, address, _WAIT, value & 0xFFFFFFFF, 0, 0, 0)
+def sleep_while(address, value, timeout):
+    """Until `wake` of the address; not at all if its low half is not that of `value` any more. May end early.
+
+    `timeout`: address of int64 [2], seconds and nanoseconds; 0 is none.
+    """
+    _syscall(_FUTEX, address, _WAIT, value & 0xFFFFFFFF, timeout, 0, 0)
 
 
 @jit

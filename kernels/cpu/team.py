@@ -35,7 +35,8 @@ from kernels.cpu.program import LINEAR, STEP_WORDS, WIDTH, count_items, run_item
 
 _LINE = 64
 _GENERATION, _COUNT, _WAITING, _STOP = (_LINE * place for place in range(4))
-_STEP = _LINE * 4
+_TIMEOUT = _LINE * 4  # seconds and nanoseconds
+_STEP = _LINE * 5
 _CLAIMS = _STEP + 8 * STEP_WORDS
 _UNCLAIMED, _DONE, _TOTAL = 0, 8, 16  # within an operation's line
 _MAX_OPERATIONS = 8192
@@ -44,6 +45,8 @@ _BYTES = _PROGRAM + 8 * WIDTH * _MAX_OPERATIONS
 
 _SPINS_IN_STEP = 3000  # some 100 microseconds: longer than a piece takes
 _SPINS_BETWEEN = 600
+# Nanoseconds in a step. A late thread may go to sleep on a word of the next step that nobody will change.
+_LONGEST_SLEEP = 5_000_000
 _PIECES = 4  # per thread and operation: fewer would leave threads waiting for the last
 
 
@@ -54,6 +57,7 @@ class Team:
         self.threads = threads
         self._memory = np.zeros(_BYTES + _LINE, np.uint8)
         self._block = -(-self._memory.ctypes.data // _LINE) * _LINE
+        _set_timeout(self._block)
         self._helpers = [self._start(place) for place in range(1, threads)]
 
     def _start(self, place: int) -> threading.Thread:
@@ -72,6 +76,12 @@ class Team:
         _stop(self._block)
         for helper in self._helpers:
             helper.join()
+
+
+@jit
+def _set_timeout(block):
+    sync.write(block + _TIMEOUT, 0)
+    sync.write(block + _TIMEOUT + 8, _LONGEST_SLEEP)
 
 
 def _help(memory: np.ndarray, block: int, thread: int, threads: int) -> None:
@@ -166,7 +176,7 @@ def _is_done(block, address, generation, total):
             sync.pause()
         else:
             sync.add(block + _WAITING, 1)
-            sync.sleep_while(address, done)
+            sync.sleep_while(address, done, block + _TIMEOUT)
             sync.add(block + _WAITING, -1)
 
 
@@ -186,7 +196,7 @@ def _next_generation(block, seen):
         else:
             sync.add(block + _WAITING, 1)
             if not sync.read(block + _STOP):
-                sync.sleep_while(block + _GENERATION, seen)
+                sync.sleep_while(block + _GENERATION, seen, 0)
             sync.add(block + _WAITING, -1)
 
 
