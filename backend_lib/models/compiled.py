@@ -71,7 +71,7 @@ class CompiledDecoder:
         self._decoder = decoder
         self._kv_type = kv_type
         self.kv_bytes_per_token = decoder.kv_bytes_per_token * kv_type.itemsize // 4
-        self._step = np.zeros(program.STEP_WORDS, np.int64)
+        self.step = np.zeros(program.STEP_WORDS, np.int64)
         self._reserve(capacity)
 
     def allocate_kv(self, num_tokens: int) -> torch.Tensor:
@@ -84,7 +84,7 @@ class CompiledDecoder:
         """Write the step's keys and values into `kv` and return float32 logits [L, V]."""
         if len(batch.input_ids) > self._buffers.capacity or len(batch.logits_index) > self._buffers.capacity:
             self._reserve(max(len(batch.input_ids), len(batch.logits_index)))
-        step, buffers = self._step, self._buffers
+        step, buffers = self.step, self._buffers
         chunks = np.array([batch.rows, batch.query_lens, batch.kv_lens], dtype=np.int64)
         step[program.TOKENS], step[program.LOGITS] = len(batch.input_ids), len(batch.logits_index)
         step[program.IDS], step[program.POSITIONS] = batch.input_ids.data_ptr(), batch.positions.data_ptr()
@@ -92,15 +92,15 @@ class CompiledDecoder:
         step[program.KV_TABLE], step[program.KV_TABLE_STRIDE] = batch.kv_table.data_ptr(), batch.kv_table.stride(0) * 4
         step[program.POOLS], step[program.POOL_BYTES] = kv.data_ptr(), kv.stride(0) * kv.itemsize
         step[program.NUM_BLOCKS] = plan_blocks(chunks, buffers.queries, buffers.blocks)
-        team().run(self._operations, step)
+        team().run(self.operations, step)
         return torch.from_numpy(buffers.logits)[: len(batch.logits_index), : self.vocab_size]
 
     def _reserve(self, capacity: int) -> None:
         """Buffers for as many tokens, and the program that works in them."""
         self._buffers = Buffers(self.config, capacity, team().threads)
         rows = list(_decoder_rows(self._decoder, self._buffers, self._kv_type.itemsize))
-        self._operations = operations.table(rows)
-        step, scratch = self._step, self._buffers.scratch
+        self.operations = operations.table(rows)
+        step, scratch = self.step, self._buffers.scratch
         step[program.BLOCKS] = self._buffers.blocks.ctypes.data
         step[program.SCRATCH], step[program.SCRATCH_BYTES] = scratch.ctypes.data, scratch.strides[0]
 
