@@ -26,6 +26,7 @@ class HttpSession:
     def __init__(self, process: Child, url: str, model: str, deadline: Deadline) -> None:
         self._process, self._url, self._model, self._deadline = process, url, model, deadline
         self.versions: Mapping[str, str] = {}
+        self.command = process.command
         while not _answers(f"{url}/health"):
             process.check()
             deadline.left()

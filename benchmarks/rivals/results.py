@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -22,6 +22,8 @@ class Round:
     before: Rates
     after: Rates | None = None
     ready_seconds: float | None = None
+    command: Sequence[str] = ()
+    versions: Mapping[str, str] = field(default_factory=dict)  # as far as the engine says them itself
     waves: dict[int, list[WaveFigures]] = field(default_factory=dict)  # by concurrency
     prefill: list[float] = field(default_factory=list)
     memory: Memory | None = None
@@ -79,7 +81,8 @@ def summarize(peer: Peer, rounds: list[Round], best: float, table: Mapping[str, 
     used = [each for each in steady if each.waves] or [each for each in rounds if each.waves]
     values = {name: _median(value for each in used for value in column.values(each)) for name, column in table.items()}
     errors = [each.error for each in rounds if each.error]
-    return Row(peer, values, len(used), not any(each in steady for each in used), errors[0] if errors else "")
+    slow = bool(used) and not any(each in steady for each in used)
+    return Row(peer, values, len(used), slow, errors[0] if errors else "")
 
 
 def best_rate(rounds: Iterable[Round]) -> float:

@@ -44,6 +44,7 @@ class Session(Protocol):
     """An engine that is ready."""
 
     versions: Mapping[str, str]  # as far as it says them itself
+    command: Sequence[str]
 
     def wave(self, prompts: Sequence[Prompt], tokens: int) -> list[Answer]: ...
 
@@ -55,11 +56,12 @@ class Child:
 
     def __init__(self, command: Command, log: Path, environment: Mapping[str, str], **pipes: Any) -> None:
         self.log = log
+        self.command = [str(part) for part in command]
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("w") as out:
-            print("+", *command, file=out, flush=True)
+            print("+", *self.command, file=out, flush=True)
             self.popen = subprocess.Popen(
-                [str(part) for part in command],
+                self.command,
                 **({"stdin": subprocess.DEVNULL, "stdout": out} | pipes),
                 stderr=out,
                 env={**os.environ, **environment},
@@ -96,6 +98,7 @@ class RunnerSession:
 
     def __init__(self, process: Child, deadline: Deadline) -> None:
         self._process, self._deadline = process, deadline
+        self.command = process.command
         self._out: IO[bytes] = process.popen.stdout
         self.versions = self._read()["ready"]
 

@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
+import psutil
 import tritonclient.grpc.aio as grpcaio
 
 from benchmarks.rivals.memory import Memory, memory_of
@@ -22,6 +23,7 @@ class TandemSession:
     def __init__(self, server: RunningServer, deadline: Deadline) -> None:
         self._server, self._deadline = server, deadline
         self.versions: Mapping[str, str] = {}
+        self.command = psutil.Process(server.pid).cmdline()
 
     def wave(self, prompts: Sequence[Prompt], tokens: int) -> list[Answer]:
         return asyncio.run(self._wave(prompts, tokens))
