@@ -237,6 +237,15 @@ def test_auto_keeps_layers_of_such_sizes_in_float16(sizes: dict[str, int], tmp_p
     assert rms < 0.1 and agreed > 0.8
 
 
+def test_a_cpu_without_the_instructions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = make(tmp_path, "llama")
+    monkeypatch.setattr("kernels.cpu.isa.features", lambda: frozenset({"sse4.2", "avx"}))
+    with pytest.raises(ValueError, match=r"'weights' is 'int4', which needs an x86-64 CPU with AVX2, FMA and F16C"):
+        load(path, "int4")
+    decoder = load(path, "auto")
+    assert isinstance(decoder, TransformerDecoder) and isinstance(decoder.head, Fp16Linear)
+
+
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
 def test_auto_finds_what_was_rounded_before(kind: str, tmp_path: Path) -> None:
     """4 bits lose nothing of what had 4; what had 8 stays in 8."""
@@ -281,7 +290,7 @@ def test_smollm2_loses_what_rounding_loses(smollm2: TransformerDecoder) -> None:
     tokenizer = open_checkpoint("smollm2").tokenizer
     texts = [
         "The capital of France is Paris. It is the largest city in France, and",
-        "Once upon a time, in a village by the sea, there lived an old fisherman who had never caught a fish. Every day",
+        "Once upon a time, in a village by the sea, there lived an old fisherman who had never caught a fish.",
     ]
     ids = [tokenizer.encode(text).ids for text in texts]
     plain, rounded = (
