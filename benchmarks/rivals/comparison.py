@@ -31,10 +31,12 @@ def compare(args: argparse.Namespace, peers: Sequence[Peer], setup: Setup) -> in
         repeats=args.repeats, retries=args.retries, seed=args.seed, timeout=args.timeout,
     )  # fmt: skip
     encode = checkpoint.tokenizer.encode
-    run = Run(plan, setup, Prompts(lambda text: encode(text, add_special_tokens=False).ids))
+    prompts = Prompts(lambda text: encode(text, add_special_tokens=False).ids)
+    run = Run(plan, setup, prompts, known_rate=setup.home.known_rate())
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with contextlib.suppress(KeyboardInterrupt):  # what was measured until then is told
         run.run(peers)
+    setup.home.keep_rate(run.best_rate)
     comparison = Comparison(plan, peers, run, _shape(checkpoint.config))
     print(comparison.text())
     comparison.write(args, setup)
@@ -74,7 +76,7 @@ class Comparison:
         slowest = min((each.rate for rounds in self._run.rounds.values() for each in rounds), default=0.0)
         return [
             *report.remarks(self.rows),
-            f"fp32 matmul while it ran: {slowest:.0f} to {self._run.best_rate:.0f} GFLOP/s",
+            f"fp32 matmul: {slowest:.0f} GFLOP/s at the slowest; the best of this machine is {self._run.best_rate:.0f}",
         ]
 
     def text(self) -> str:

@@ -34,6 +34,18 @@ class Home:
     def gguf(self, kind: str) -> Path:
         return self.path / "models" / f"{kind}.gguf"
 
+    def known_rate(self) -> float:
+        """The best fp32 GFLOP/s of all runs, by which one that is slow from beginning to end is seen; else 0."""
+        return float(self._rate_file.read_text()) if self._rate_file.exists() else 0.0
+
+    def keep_rate(self, rate: float) -> None:
+        self._rate_file.parent.mkdir(parents=True, exist_ok=True)
+        self._rate_file.write_text(f"{rate}\n")
+
+    @property
+    def _rate_file(self) -> Path:
+        return self.path / "best_fp32_gflop_s.txt"
+
     @property
     def hf_folder(self) -> Path:
         return self.path / "models" / "hf"

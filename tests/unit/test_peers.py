@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from backend_lib.checkpoint import open_checkpoint
 from backend_lib.models.weights import open_tensors
 from benchmarks.rivals import report
 from benchmarks.rivals.catalogue import PEERS, find_peer
-from benchmarks.rivals.cli import main
+from benchmarks.rivals.cli import _DEFAULT, _parser, main
 from benchmarks.rivals.floors import Lengths, Shape, floor
 from benchmarks.rivals.hf_folder import write_folder
 from benchmarks.rivals.home import Home
@@ -250,12 +251,12 @@ class FakePeers:
 
         return peer(name, family="", open=opened, **fields)
 
-    def run(self, peers: list[Peer], gflop_s=lambda: 100.0, **fields) -> Run:
+    def run(self, peers: list[Peer], gflop_s=lambda: 100.0, known_rate: float = 0.0, **fields) -> Run:
         plan = {
             "concurrency": [1, 2], "prompt_tokens": 4, "output_tokens": 3, "repeats": 2, "retries": 1, "seed": 0,
             "timeout": 60.0,
         }  # fmt: skip
-        run = Run(Plan(**plan | fields), self.setup, Prompts(str.split), lambda threads: rates(gflop_s()))
+        run = Run(Plan(**plan | fields), self.setup, Prompts(str.split), lambda threads: rates(gflop_s()), known_rate)
         run.run(peers)
         return run
 
@@ -304,6 +305,14 @@ def test_rounds_while_the_machine_is_slow_are_repeated(fakes):
     assert [each.rate for each in run.rounds["a"]] == [100, 30, 100]
     found = iter([100, 30, 30])
     assert len(fakes.run([fakes.make("a")], lambda: next(found), retries=0).rounds["a"]) == 2
+
+
+def test_a_run_that_is_slow_throughout_is_told_by_earlier_ones(fakes):
+    home = fakes.setup.home
+    assert home.known_rate() == 0.0
+    home.keep_rate(250.0)
+    run = fakes.run([fakes.make("a")], known_rate=home.known_rate(), retries=0)
+    assert summarize(fakes.make("a"), run.rounds["a"], run.best_rate, TABLE).slow
 
 
 def test_the_long_prompt_in_a_session_of_its_own(fakes):
@@ -475,3 +484,17 @@ def _values(checkpoint, name: str) -> np.ndarray:
     out = torch.empty(rows.get(name.split(".")[-2], config.hidden_size), columns)
     open_tensors(checkpoint).read_into(out, name)
     return out.numpy()
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "benchmarking.md").read_text()
+COMMANDS = re.findall(r"^    python benchmarks/peers\.py (.*)$", PAGE, re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_commands_of_its_page_are_understood(command):
+    args = _parser(None).parse_args(command.split())
+    assert args.install or [find_peer(name) for name in args.run]
+
+
+def test_without_names_it_compares_those_of_its_page():
+    assert [command.split()[1:] for command in COMMANDS if command.startswith("--run")] == [_DEFAULT]
