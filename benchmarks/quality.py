@@ -5,7 +5,8 @@
     python benchmarks/quality.py --weights fp32 --comparators     # other ways to keep weights, against fp32
 
 The text is cut into windows of 512 tokens that do not overlap. Each is a sequence of its own, computed in chunks of 256
-tokens as the worker does, and all but its first token are predicted. docs/weights.md says what the columns mean.
+tokens as the worker does, and all but its first token are predicted. The token that a model wants at the beginning of a
+text stands before each. docs/weights.md says what the columns mean.
 """
 
 from __future__ import annotations
@@ -38,9 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     names += COMPARATORS if args.comparators else []
     checkpoint = open_checkpoint(args.model)
     assert isinstance(checkpoint.config, DecoderConfig)
-    ids = checkpoint.tokenizer.encode(args.text.read_text(encoding="utf-8")).ids
+    prefix = checkpoint.tokenizer.encode("").ids
+    ids = checkpoint.tokenizer.encode(args.text.read_text(encoding="utf-8")).ids[len(prefix) :]
     tasks = [Task(name, args.model, args.dtype, args.threads, CHUNK) for name in names]
-    results = measure(tasks, spread(list(windows(ids)), args.tokens), checkpoint.config.vocab_size)
+    results = measure(tasks, spread(list(windows(ids, prefix)), args.tokens), checkpoint.config.vocab_size)
     _show(results, args)
     return 0
 
@@ -61,10 +63,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def windows(ids: list[int]) -> Iterator[list[int]]:
-    """Of `WINDOW` tokens; the last one may be shorter, and has two at least."""
-    for start in range(0, len(ids) - 1, WINDOW):
-        yield ids[start : start + WINDOW]
+def windows(ids: list[int], prefix: list[int]) -> Iterator[list[int]]:
+    """Of `WINDOW` tokens with the prefix; the last one may be shorter, and predicts a token at least."""
+    size = WINDOW - len(prefix)
+    for start in range(0, len(ids) - (not prefix), size):
+        yield prefix + ids[start : start + size]
 
 
 def spread(cut: list[list[int]], tokens: int | None) -> list[list[int]]:

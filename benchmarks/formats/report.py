@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from benchmarks.formats.subject import Result
 
 COLUMNS = [
-    "weights", "perplexity", "rise, %", "|logit diff| mean", "p99", "KL, nats", "same argmax, %", "MB a token",
+    "weights", "perplexity", "rise, %", "logits off by, mean", "p99", "KL, nats", "same argmax, %", "MB a token",
     "resident, MB", "load, s", "prefill, tokens/s (noisy)",
 ]  # fmt: skip
 

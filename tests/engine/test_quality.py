@@ -23,7 +23,7 @@ def perplexity(path: Path, ids: list[int]) -> float:
     """By transformers, over all tokens but each window's first."""
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     losses = []
-    for window in windows(ids):
+    for window in windows(ids, []):
         logits = model(torch.tensor([window])).logits[0, :-1]
         losses.append(torch.nn.functional.cross_entropy(logits, torch.tensor(window[1:]), reduction="none"))
     return math.exp(torch.cat(losses).double().mean())

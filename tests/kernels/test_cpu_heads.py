@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from kernels.cpu import operations
 from kernels.cpu.team import Team
-from tests.support.kernels import close_all, run, same_bits
+from tests.support.kernels import HALF, HALF_WIDTH, as_kept, close_all, run, same_bits
 
 EPS = 1e-6
-KV_TYPES = {2: np.float16, 4: np.float32}
+KV_TYPES = {2: HALF, 4: np.float32}
 LAYERS, LAYER = 3, 1
 
 
@@ -106,14 +106,17 @@ def test_heads(
     scale: float, kv_bytes: int,
 ) -> None:  # fmt: skip
     generator = np.random.default_rng(seed)
-    shape = queries, _, size = group * keys, keys, 16 * parts
+    size = -(-16 * parts // HALF_WIDTH) * HALF_WIDTH if kv_bytes == 2 else 16 * parts
+    shape = queries, _, size = group * keys, keys, size
     wide, free = (queries + 2 * keys) * size, tokens + 5
     heads = Heads(
         x=generator.standard_normal((tokens, wide + 32)).astype(np.float32), shape=shape,
         positions=generator.integers(0, 5000, tokens), kv_index=generator.permutation(free)[:tokens],
         norm=generator.uniform(0.5, 2.0, (queries + keys, size)).astype(np.float32) if has_norm else None,
         half=int(rotated * size / 2), scale=scale,
-        pool=generator.standard_normal((LAYERS, free, 2, keys, size)).astype(KV_TYPES[kv_bytes]),
+        pool=as_kept(
+            generator.standard_normal((LAYERS, free, 2, keys, size)).astype(np.float32), KV_TYPES[kv_bytes]
+        ),
     )  # fmt: skip
     x, pool = prepare(teams[0], heads)
     exact = reference(heads)
@@ -128,17 +131,26 @@ def check_pool(heads: Heads, x: np.ndarray, pool: np.ndarray) -> None:
     queries, keys, size = heads.shape
     expected = heads.pool.copy()
     key_values = x[:, queries * size : (queries + 2 * keys) * size].reshape(len(x), 2, keys, size)
-    expected[LAYER, heads.kv_index] = key_values.astype(pool.dtype)
+    expected[LAYER, heads.kv_index] = as_kept(key_values, pool.dtype.type)
     assert same_bits(pool, expected)
 
 
-def test_float16_keeps_what_it_can(teams: list[Team]) -> None:
-    """Rounded to the nearest, also below its least normal number; beyond its range it is infinite."""
-    values = np.array([65504.0, -65504.0, 1e-7, 6e-8, 1.0 + 2**-11, 1.0 + 3 * 2**-11, 2e-8, 1e5] * 2, np.float32)
+def test_two_bytes_keep_what_they_can(teams: list[Team]) -> None:
+    """Rounded to the nearest, to even where two are as near; also next to zero, and beyond the range of float16."""
+    values = [
+        65504.0,
+        -65504.0,
+        1e-7,
+        6e-8,
+        2e-8,
+        1e5,
+        *(1.0 + k * 2.0**-n for n in (8, 9, 11, 12) for k in (1, 3)),
+        0,
+        -1,
+    ]
     heads = Heads(
-        x=np.tile(values, 3)[None], shape=(1, 1, 16), positions=np.array([0]), kv_index=np.array([1]), norm=None,
-        half=0, scale=1.0, pool=np.zeros((LAYERS, 2, 2, 1, 16), np.float16),
+        x=np.tile(np.array(values, np.float32), 6)[None], shape=(1, 1, 32), positions=np.array([0]),
+        kv_index=np.array([1]), norm=None, half=0, scale=1.0, pool=np.zeros((LAYERS, 2, 2, 1, 32), HALF),
     )  # fmt: skip
     _, pool = prepare(teams[0], heads)
-    with np.errstate(over="ignore"):
-        assert same_bits(pool[LAYER, 1, 0, 0], values.astype(np.float16))
+    assert same_bits(pool[LAYER, 1, :, 0], as_kept(heads.x[0, 32:].reshape(2, 32), HALF))

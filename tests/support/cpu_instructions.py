@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 
+import llvmlite.binding as llvm
 import numpy as np
 import pytest
 
@@ -14,8 +15,10 @@ from kernels.cpu import isa, operations
 from kernels.cpu.rows import GELU_TANH, SILU
 from kernels.cpu.team import Team
 from tests.support.kernels import (
+    HALF,
     Chunk,
     Pools,
+    as_kept,
     known_weights,
     packed_weights,
     product,
@@ -25,18 +28,36 @@ from tests.support.kernels import (
     run_attention,
 )
 
-# LLVM's names for what Intel's Haswell has: AVX2, and no AVX-512.
-HASWELL_FEATURES = (
-    "+64bit,+avx,+avx2,+bmi,+bmi2,+cmov,+cx16,+cx8,+f16c,+fma,+fsgsbase,+fxsr,+invpcid,+lzcnt,+mmx,+movbe,+pclmul,"
-    "+popcnt,+rdrnd,+sahf,+sse,+sse2,+sse3,+sse4.1,+sse4.2,+ssse3,+xsave,+xsaveopt"
+# LLVM's names for what CPUs have: Intel's Haswell AVX2, Skylake AVX-512 without products of bytes, and Ice Lake those.
+_AVX2 = (
+    "64bit avx avx2 bmi bmi2 cmov cx16 cx8 f16c fma fsgsbase fxsr lzcnt mmx movbe popcnt sahf sse sse2 sse3 sse4.1 "
+    "sse4.2 ssse3 xsave xsaveopt"
 )
-HASWELL = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": HASWELL_FEATURES}
+_AVX512 = f"{_AVX2} avx512f avx512bw avx512cd avx512dq avx512vl"
+CPUS = {
+    "haswell": _AVX2,
+    "skylake-avx512": _AVX512,
+    "icelake-server": f"{_AVX512} avx512vnni avx512vbmi avx512vbmi2",
+}
+
+
+def environment(cpu: str) -> dict[str, str]:
+    """What makes numba compile for one of `CPUS`."""
+    return {
+        "NUMBA_CPU_NAME": cpu,
+        "NUMBA_CPU_FEATURES": ",".join(f"+{name}" for name in CPUS[cpu].split()),
+    }
+
+
+def is_here(cpu: str) -> bool:
+    """Whether this CPU can run it."""
+    return set(CPUS[cpu].split()) <= {name for name, has in llvm.get_host_cpu_features().items() if has}
 
 
 def results() -> dict[str, np.ndarray]:
     team = Team(2)
     try:
-        return {"has_vnni": np.array(isa.HAS_VNNI)} | _products(team) | _rows(team) | _attention(team)
+        return {"features": np.array(sorted(isa.features()))} | _products(team) | _rows(team) | _attention(team)
     finally:
         team.close()
 
@@ -73,18 +94,19 @@ def _rows(team: Team) -> dict[str, np.ndarray]:
 
 def _attention(team: Team) -> dict[str, np.ndarray]:
     generator, out = np.random.default_rng(2), {}
-    shape, parts = (6, 2, 48), [Chunk(1, 0, 40), Chunk(0, 33, 1)]
-    for kv_type in (np.float16, np.float32):
-        kv = Pools.empty(generator, layers=1, rows=2, length=50, keys=2, size=48, kv_type=kv_type)
-        kv.pools[0, kv.table[0, :33]] = generator.standard_normal((33, 2, 2, 48))
-        x = generator.standard_normal((41, 10 * 48)).astype(np.float32)
-        attended = np.empty((41, 6 * 48), np.float32)
-        size = kv.pools.itemsize
-        norm = generator.uniform(0.5, 2.0, (8, 48)).astype(np.float32), 1e-6
+    shape, parts = (6, 2, 64), [Chunk(1, 0, 40), Chunk(0, 33, 1)]
+    for kv_type in (np.float32, HALF):
+        kv = Pools.empty(generator, layers=1, rows=2, length=50, keys=2, size=64, kv_type=kv_type)
+        cached = generator.standard_normal((33, 2, 2, 64)).astype(np.float32)
+        kv.pools[0, kv.table[0, :33]] = as_kept(cached, kv_type)
+        x = generator.standard_normal((41, 10 * 64)).astype(np.float32)
+        attended = np.empty((41, 6 * 64), np.float32)
+        size, name = kv.pools.itemsize, np.dtype(kv_type).name
+        norm = generator.uniform(0.5, 2.0, (8, 64)).astype(np.float32), 1e-6
         heads = operations.heads(x, shape, norm=norm, rotation=None, scale=0.2, layer=0, kv_bytes=size)
         attend = operations.attend(x, shape, attended, window=20, cap=5.0, layer=0, kv_bytes=size)
         run_attention(team, [heads, attend], shape, parts, kv)
-        out |= {f"heads {size}": x, f"attended {size}": attended, f"pool {size}": np.nan_to_num(kv.pools)}
+        out |= {f"heads {name}": x, f"attended {name}": attended, f"pool {name}": kv.pools}
     return out
 
 

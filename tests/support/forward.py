@@ -39,7 +39,7 @@ class ForwardDriver:
 
     def step(self, query_lens: Mapping[int, int]) -> dict[int, torch.Tensor]:
         """Compute the next `query_lens[row]` tokens of each row; float32 [query_len, V], logits of all of them."""
-        logits = self.decoder.forward(self._batch(query_lens), self.kv)
+        logits = self.decoder.forward(self._batch(query_lens), self.kv).clone()  # a decoder may use them again
         return dict(zip(query_lens, logits.split(list(query_lens.values())), strict=True))
 
     def _batch(self, query_lens: Mapping[int, int]) -> ForwardBatch:

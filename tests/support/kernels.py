@@ -7,15 +7,19 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 import numpy as np
+import torch
 
 from backend_lib.models.compiled import Buffers
 from kernels.cpu import operations, program
-from kernels.cpu.attention import plan_blocks
+from kernels.cpu.attention import PAIRS, plan_blocks
 from kernels.cpu.matmul import GROUP, PANEL
 from kernels.cpu.pack import pack, unpack
 from kernels.cpu.team import Team
 
 CODES = {4: (0, 15), 8: (1, 255)}  # the least and the largest that `pack` gives
+# How numpy holds pools of 2 bytes a value: bfloat16, which it does not know, by its bits.
+HALF = np.uint16 if PAIRS else np.float16
+HALF_WIDTH = 32 if PAIRS else 16  # head_dim is a multiple
 
 
 def run(team: Team, rows: list[list[int]], *, tokens: int, **words: int | np.ndarray) -> None:
@@ -139,6 +143,19 @@ def close_all(teams: Iterable[Team]) -> None:
         team.close()
 
 
+def as_kept(values: np.ndarray, kv_type: type) -> np.ndarray:
+    """As a pool holds float32 values, rounded to the nearest."""
+    if kv_type is np.uint16:
+        return torch.tensor(values, dtype=torch.float32).to(torch.bfloat16).view(torch.uint16).numpy()
+    with np.errstate(over="ignore"):
+        return values.astype(kv_type)
+
+
+def as_read(pool: np.ndarray) -> np.ndarray:
+    """float64 of what a pool holds."""
+    return ((pool.astype(np.uint32) << 16).view(np.float32) if pool.dtype == np.uint16 else pool).astype(np.float64)
+
+
 @dataclass
 class Chunk:
     """Tokens of one sequence that a step computes: `length` after the `cached` first, by `row` of the KV table."""
@@ -171,7 +188,7 @@ class Pools:
         table = generator.permutation(places).reshape(rows, length).astype(np.int32)
         padded = np.full((rows, length + 7), places, np.int32)
         padded[:, :length] = table
-        return cls(np.full((layers, places + 1, 2, keys, size), np.nan, kv_type), padded)
+        return cls(as_kept(np.full((layers, places + 1, 2, keys, size), np.nan, np.float32), kv_type), padded)
 
     def places(self, chunks: list[Chunk]) -> np.ndarray:
         """int64 [T]"""

@@ -53,15 +53,18 @@ def test_equal_logits_are_no_distance_apart() -> None:
     assert quality[2:] == (0.0, 0.0, 0.0, 0.0, 0.0, 1.0)
 
 
-@pytest.mark.parametrize("length", [2, WINDOW, WINDOW + 1, WINDOW + 2, 3 * WINDOW - 1])
-def test_windows_cover_the_text_once(length: int) -> None:
+@pytest.mark.parametrize("prefix", [[], [-1]])
+@pytest.mark.parametrize("length", [2, WINDOW - 1, WINDOW, WINDOW + 1, WINDOW + 2, 3 * WINDOW - 1])
+def test_windows_cover_the_text_once(length: int, prefix: list[int]) -> None:
     ids = list(range(length))
-    cut = list(windows(ids))
+    cut = list(windows(ids, prefix))
     assert all(len(each) == WINDOW for each in cut[:-1])
     assert 2 <= len(cut[-1]) <= WINDOW
-    covered = [token for each in cut for token in each]
+    assert all(each[: len(prefix)] == prefix for each in cut)
+    covered = [token for each in cut for token in each[len(prefix) :]]
     assert covered == ids[: len(covered)]
-    assert len(ids) - len(covered) <= 1  # a token alone predicts nothing and is not predicted
+    # Without a prefix, a token alone predicts nothing and is not predicted.
+    assert length - len(covered) == (1 if length == WINDOW + 1 and not prefix else 0)
 
 
 def test_part_of_a_text_is_taken_from_all_of_it() -> None:

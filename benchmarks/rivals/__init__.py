@@ -1,0 +1,1 @@
+"""The parts of `benchmarks/peers.py`: other engines, how they are installed and asked, figures, floors, report."""

@@ -1,0 +1,1 @@
+"""Programs that run in the environments of other engines and answer `benchmarks/peers.py` over their pipes."""
