@@ -46,7 +46,7 @@ class Settings:
         "int8",
         "fp16",
         "fp32",
-        help="format the linear layers keep their weights in; `auto` is int4 where that loses nothing, else int8",
+        help="format of the weights, see docs/weights.md; `auto` is int4 where that loses nothing, else int8",
     )
     overlap: str = _choice("auto", "on", "off", help="whether the loop prepares a step while the one before it runs")
     tensor_parallel: int = _number(1, 1, 1, help="workers that share one copy of the weights")

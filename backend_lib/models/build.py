@@ -26,6 +26,8 @@ class DecoderBuilder:
         self.config = config
         self.tensors = tensors
         self.weights = weights
+        # What goes in and what comes out of a model suffers most from 4 bits.
+        self.outer_weights = "int8" if weights == "int4" else weights
         self.embedding_type = torch.float32 if weights == "fp32" else torch.float16
         self.activation = ACTIVATIONS[config.activation]
         ropes = {layer.rope for layer in config.layers if layer.rope}
@@ -47,18 +49,18 @@ class DecoderBuilder:
         """The two largest tensors, together, so that the float32 original is gone before the layers are read."""
         vocab_size, hidden_size = self.config.vocab_size, self.config.hidden_size
         if not self.config.tie_word_embeddings:
-            head = self._linear(["output"], [vocab_size], hidden_size, bias=False)
+            head = self._outer("output", vocab_size, hidden_size)
             return self._embedding(vocab_size, hidden_size), head
         weight = self._read("token_embd.weight", (vocab_size, hidden_size))
         if is_quantised(self.weights, hidden_size):
-            both = make_linear(weight, None, self.weights)
+            both = make_linear(weight, None, self.outer_weights)
             return make_embedding(both), both
         embedding = Embedding(weight.to(self.embedding_type))
         return embedding, make_linear(weight, None, self.weights)
 
     def _embedding(self, vocab_size: int, hidden_size: int) -> Callable[[torch.Tensor], torch.Tensor]:
         if is_quantised(self.weights, hidden_size):
-            return make_embedding(self._linear(["token_embd"], [vocab_size], hidden_size, bias=False))
+            return make_embedding(self._outer("token_embd", vocab_size, hidden_size))
         return Embedding(self._read("token_embd.weight", (vocab_size, hidden_size), dtype=self.embedding_type))
 
     def _layer(self, name: str, layer: LayerConfig) -> Layer:
@@ -134,6 +136,10 @@ class DecoderBuilder:
 
     def _norm_weight(self, name: str, size: int) -> torch.Tensor:
         return self._read(f"{name}.weight", (size,)) + self.config.norm_offset
+
+    def _outer(self, name: str, vocab_size: int, hidden_size: int) -> Linear:
+        """Embedding or head."""
+        return make_linear(self._read(f"{name}.weight", (vocab_size, hidden_size)), None, self.outer_weights)
 
     def _linear(
         self, names: list[str], out_sizes: list[int], in_size: int, *, bias: bool, expert: int | None = None

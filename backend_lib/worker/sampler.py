@@ -197,7 +197,7 @@ class Sampler:
 
 
 def best_tokens(scores: torch.Tensor) -> torch.Tensor:
-    """The best token of each row, the first of equals, int64 [L] of float32 [L, V]; numpy is 6 times faster on a CPU."""
+    """int64 [L], the best token of each row of float32 [L, V], the first of equals. On a CPU numpy is 6 times faster."""
     if scores.device.type == "cpu":
         return torch.from_numpy(scores.numpy().argmax(axis=-1))
     return scores.argmax(dim=-1)

@@ -53,7 +53,7 @@ def products(bits: int) -> Products:
         return Products(lambda: constant(VI32, 0), _add_vnni, lambda b, sums: sums)
     if bits == 4:
         return Products(lambda: [constant(_WORDS, 0)] * 2, _add_words, _finish_words)
-    return Products(lambda: [constant(_DWORDS, 0)] * 2, _add_signed, lambda b, sums: _join(b, *sums))
+    return Products(lambda: ([constant(_WORDS, 0)] * 2,) * 2, _add_split, _finish_split)
 
 
 def _add_vnni(b: ir.IRBuilder, sums: ir.Value, codes: ir.Value, activations: ir.Value) -> ir.Value:
@@ -73,26 +73,17 @@ def _finish_words(b: ir.IRBuilder, sums: list) -> ir.Value:
     return _join(b, *(call(b, "llvm.x86.avx2.pmadd.wd", _DWORDS, total, ones) for total in sums))
 
 
-def _add_signed(b: ir.IRBuilder, sums: list, codes: ir.Value, activations: ir.Value) -> list:
-    """Two products of 255 * 127 do not fit into 16 bits, so that they are widened before they are multiplied."""
-    out = []
-    for total, u, s in zip(sums, _halves(b, codes), _halves(b, activations), strict=True):
-        even = _even_bytes(b, u, signed=False), _even_bytes(b, s, signed=True)
-        odd = _odd_bytes(b, u, signed=False), _odd_bytes(b, s, signed=True)
-        for left, right in (even, odd):
-            total = b.add(total, call(b, "llvm.x86.avx2.pmadd.wd", _DWORDS, left, right))
-        out.append(total)
-    return out
+def _add_split(b: ir.IRBuilder, sums: tuple[list, list], codes: ir.Value, activations: ir.Value) -> tuple[list, list]:
+    """Two products of 255 * 127 do not fit into 16 bits: the halves of the codes are multiplied apart, 4 bits each."""
+    low, high = sums
+    four_bits = constant(VI32, 0x0F0F0F0F)
+    upper = b.and_(b.lshr(codes, constant(VI32, 4)), four_bits)
+    return _add_words(b, low, b.and_(codes, four_bits), activations), _add_words(b, high, upper, activations)
 
 
-def _even_bytes(b: ir.IRBuilder, x: ir.Value, *, signed: bool) -> ir.Value:
-    words, eight = b.bitcast(x, _WORDS), constant(_WORDS, 8)
-    return b.ashr(b.shl(words, eight), eight) if signed else b.and_(words, constant(_WORDS, 255))
-
-
-def _odd_bytes(b: ir.IRBuilder, x: ir.Value, *, signed: bool) -> ir.Value:
-    words, eight = b.bitcast(x, _WORDS), constant(_WORDS, 8)
-    return b.ashr(words, eight) if signed else b.lshr(words, eight)
+def _finish_split(b: ir.IRBuilder, sums: tuple[list, list]) -> ir.Value:
+    low, high = (_finish_words(b, each) for each in sums)
+    return b.add(low, b.shl(high, constant(VI32, 4)))
 
 
 def _halves(b: ir.IRBuilder, x: ir.Value) -> list[ir.Value]:
