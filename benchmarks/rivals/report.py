@@ -17,8 +17,7 @@ def result_cells(rows: Sequence[Row], table: Mapping[str, Column], ratios: Mappi
     """A line for each engine, and one for each Tandem's ratios, in which above 1 is better whatever the column."""
     cells = [["engine", "weights", *table]]
     for row in rows:
-        name = row.peer.name + ("*" if row.slow else "")
-        cells.append([name, row.peer.weights.label, *(number(row.values[column]) for column in table)])
+        cells.append([marked(row), row.peer.weights.label, *(number(row.values[column]) for column in table)])
     for name, found in ratios.items():
         cells.append([f"{name} / best other", "", *(_times(found[column]) for column in table)])
     return cells
@@ -87,12 +86,16 @@ def write_plot(path: Path, rows: Sequence[Row], concurrency: Sequence[int]) -> N
     figure = Figure(figsize=(3.4 * len(names), 1.2 + 0.4 * len(shown)), layout="constrained")
     for axes, name in zip(figure.subplots(1, len(names), sharey=True), names, strict=True):
         colours = ["tab:gray" if row.peer.family else "tab:red" for row in shown]
-        bars = axes.barh([row.peer.name for row in shown], [row.values[name] or 0 for row in shown], color=colours)
+        bars = axes.barh([marked(row) for row in shown], [row.values[name] or 0 for row in shown], color=colours)
         axes.bar_label(bars, [number(row.values[name]) for row in shown], padding=2, fontsize="small")
         axes.margins(x=0.2)
         axes.set_title(name)
         axes.invert_yaxis()
     figure.savefig(path, dpi=110)
+
+
+def marked(row: Row) -> str:
+    return row.peer.name + ("*" if row.slow else "")
 
 
 def number(value: float | None) -> str:

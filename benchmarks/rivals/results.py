@@ -97,7 +97,9 @@ def ratios(rows: list[Row], table: Mapping[str, Column], own: str) -> dict[str, 
 
 def _ratio(name: str, higher_is_better: bool, mine: Row, rows: list[Row]) -> float | None:
     own = mine.values[name]
-    others = [row.values[name] for row in rows if row.peer.family and row.values[name] and not row.slow]
+    # Where its own figures are of a slow phase as well, nothing is better than to compare them with all.
+    comparable = [row for row in rows if row.peer.family and (mine.slow or not row.slow)]
+    others = [row.values[name] for row in comparable if row.values[name]]
     if not own or not others:
         return None
     return own / max(others) if higher_is_better else min(others) / own

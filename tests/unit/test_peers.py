@@ -198,6 +198,8 @@ def test_ratios_are_above_one_where_tandem_is_better():
     assert found["TTFT ms @1"] == pytest.approx(1.5)
     assert found["rest MiB"] == 0.5  # to a
     assert ratios(rows[:2], TABLE, "tandem")["tok/s @1"] is None
+    slow = summarize(peer("tandem", family=""), [a_round(50, after=10)], 100, TABLE)
+    assert ratios([slow, *rows[2:]], TABLE, "tandem")["tok/s @1"] == 0.1  # to the slow one
 
 
 def test_the_table_as_text_markdown_json_and_picture(tmp_path):
