@@ -32,12 +32,7 @@ from kernels.cpu import program
 
 CONTEXT = 192
 PROMPT = 256
-KINDS = {
-    value: name
-    for name, value in vars(program).items()
-    if name
-    in ("EMBED", "ROTATION", "NORM", "ADD_NORM", "LINEAR", "HEADS", "ATTEND", "QUANTISE", "ACTIVATE", "SOFT_CAP")
-}
+KINDS = ("EMBED", "ROTATION", "NORM", "ADD_NORM", "LINEAR", "HEADS", "ATTEND", "QUANTISE", "ACTIVATE", "SOFT_CAP")
 
 
 def main() -> None:

@@ -91,7 +91,9 @@ class CompiledDecoder:
         step[program.KV_INDEX], step[program.LOGITS_INDEX] = batch.kv_index.data_ptr(), batch.logits_index.data_ptr()
         step[program.KV_TABLE], step[program.KV_TABLE_STRIDE] = batch.kv_table.data_ptr(), batch.kv_table.stride(0) * 4
         step[program.POOLS], step[program.POOL_BYTES] = kv.data_ptr(), kv.stride(0) * kv.itemsize
-        step[program.NUM_BLOCKS] = plan_blocks(chunks, buffers.queries, buffers.blocks)
+        blocks = plan_blocks(chunks, buffers.queries, buffers.blocks)
+        is_few = blocks < 2 * team().threads
+        step[program.NUM_BLOCKS], step[program.HEAD_PARTS] = blocks, self.config.num_kv_heads if is_few else 1
         team().run(self.operations, step)
         return torch.from_numpy(buffers.logits)[: len(batch.logits_index), : self.vocab_size]
 
@@ -133,7 +135,7 @@ class Buffers:
         self.blocks = np.empty((capacity, program.BLOCK_WORDS), np.int64)
         group = config.num_heads // config.num_kv_heads
         self.queries = max(1, QUERIES // group)
-        floats = 2 * TILE * size + self.queries * group * (2 * size + TILE + 4)
+        floats = 2 * TILE * size + self.queries * config.num_heads * (2 * size + 4) + self.queries * group * TILE
         self.scratch = np.zeros((threads, -(-floats // 32) * 32), np.float32)
 
 

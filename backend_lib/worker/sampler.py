@@ -197,7 +197,7 @@ class Sampler:
 
 
 def best_tokens(scores: torch.Tensor) -> torch.Tensor:
-    """int64 [L], the best token of each row of float32 [L, V], the first of equals. On a CPU numpy is 6 times faster."""
+    """int64 [L], the best token of each row [L, V], the first of equals. On a CPU numpy is 6 times faster."""
     if scores.device.type == "cpu":
         return torch.from_numpy(scores.numpy().argmax(axis=-1))
     return scores.argmax(dim=-1)

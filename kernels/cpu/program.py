@@ -3,8 +3,8 @@
 An operation is a row of `WIDTH` int64, its kind and what `kernels.cpu.operations` says of it: addresses, sizes, float32
 bits. A step is `STEP_WORDS` int64. All buffers belong to the program; only the step's words change from step to step.
 
-An operation's work is divided into items: rows for what works row by row, panels for products, pairs of a block of
-queries and a key-value head for attention.
+An operation's work is divided into items: rows for what works row by row, panels for products, blocks of
+queries for attention, or a block and one of its key-value heads where there are few.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ WIDTH = 16
 # Words of a step. T tokens, L of which are given logits.
 TOKENS, LOGITS, IDS, POSITIONS, KV_INDEX, LOGITS_INDEX = 0, 1, 2, 3, 4, 5
 KV_TABLE, KV_TABLE_STRIDE, POOLS, POOL_BYTES, BLOCKS, NUM_BLOCKS, SCRATCH, SCRATCH_BYTES = 6, 7, 8, 9, 10, 11, 12, 13
+HEAD_PARTS = 14  # into how many items a block's key-value heads are divided: 1, or as many as there are
 STEP_WORDS = 16
 
 # Words of a block of queries: row of the KV table, first token in the step, how many, the first's position.
@@ -50,7 +51,7 @@ def count_items(op, step):
     if kind == LINEAR:
         return op[4]
     if kind == ATTEND:
-        return step[NUM_BLOCKS] * op[4]
+        return step[NUM_BLOCKS] * step[HEAD_PARTS]
     if kind == SOFT_CAP or (kind == NORM and op[8]):
         return step[LOGITS]
     return step[TOKENS]
@@ -65,7 +66,7 @@ def run_items(op, step, first, last, thread):
         multiply(op[1], op[2], op[3], first, last, op[6], op[7], op[5], op[8], op[9], rows, op[10])
     elif kind == ATTEND:
         for item in range(first, last):
-            _attend(op, step, item // op[4], item % op[4], step[SCRATCH] + thread * step[SCRATCH_BYTES])
+            _attend(op, step, item, step[SCRATCH] + thread * step[SCRATCH_BYTES])
     else:
         for row in range(first, last):
             _run_row(op, step, row)
@@ -118,33 +119,60 @@ def _prepare_heads(op, step, row):
 
 
 @jit
-def _attend(op, step, block, head, scratch):
-    """A block of queries over the keys of one head. Tokens beyond the last query's position are not looked at."""
+def _attend(op, step, item, scratch):
+    """A block of queries over some of the key-value heads. Tokens beyond the last query's position are not looked at.
+
+    Heads take turns within a tile, so that all that a token has in the pool is read at one time.
+    """
     group, floats, window, kv_bytes = op[3] // op[4], op[5], op[8], op[11]
-    place = step[BLOCKS] + block * BLOCK_WORDS * 8
+    heads = op[4] // step[HEAD_PARTS]
+    first_head = item % step[HEAD_PARTS] * heads
+    place = step[BLOCKS] + item // step[HEAD_PARTS] * BLOCK_WORDS * 8
     row, first = load_int64(place), load_int64(place + 8)
     count, position = load_int64(place + 16), load_int64(place + 24)
-    pool = step[POOLS] + op[10] * step[POOL_BYTES] + head * floats * kv_bytes
+    pool = step[POOLS] + op[10] * step[POOL_BYTES] + first_head * floats * kv_bytes
     table = step[KV_TABLE] + row * step[KV_TABLE_STRIDE]
     rows, row_bytes = count * group, floats * 4
     keys, values = scratch, scratch + TILE * row_bytes
     queries = values + TILE * row_bytes
-    sums = queries + rows * row_bytes
-    scores = sums + rows * row_bytes
-    state = scores + rows * TILE * 4
-    for one in range(rows):
-        query = op[1] + (first + one // group) * op[2] + (head * group + one % group) * row_bytes
+    sums = queries + heads * rows * row_bytes
+    state = sums + heads * rows * row_bytes
+    scores = state + heads * rows * STATE_BYTES
+    for one in range(heads * rows):
+        query = op[1] + _place(first, first_head, one, rows, group, op[2], row_bytes)
         copy_query(kv_bytes, query, floats, queries + one * row_bytes)
         start_query(sums + one * row_bytes, floats // LANES, state + one * STATE_BYTES)
     start = 0 if window == 0 else max(0, position - window + 1) // TILE * TILE
     for tile in range(start, position + count, TILE):
-        _gather(op, table, pool, tile, position + count, keys, values)
-        _score(kv_bytes, rows, floats, queries, keys, scores)
-        _weigh(op, rows, group, position, tile, scores, state)
-        _add_values(kv_bytes, rows, floats, scores, values, sums, state)
-    for one in range(rows):
-        out = op[6] + (first + one // group) * op[7] + (head * group + one % group) * row_bytes
+        for head in range(heads):
+            one = head * rows
+            _fetch(op, table, pool, tile + TILE, position + count, head, heads)
+            _gather(op, table, pool + head * floats * kv_bytes, tile, position + count, keys, values)
+            _score(kv_bytes, rows, floats, queries + one * row_bytes, keys, scores)
+            _weigh(op, rows, group, position, tile, scores, state + one * STATE_BYTES)
+            _add_values(kv_bytes, rows, floats, scores, values, sums + one * row_bytes, state + one * STATE_BYTES)
+    for one in range(heads * rows):
+        out = op[6] + _place(first, first_head, one, rows, group, op[7], row_bytes)
         finish_query(sums + one * row_bytes, state + one * STATE_BYTES, floats // LANES, out)
+
+
+@jit
+def _place(first, first_head, one, rows, group, stride, row_bytes):
+    """Where a query stands: those of a block go by key-value head, then by token, then by the head within its group."""
+    head = (first_head + one // rows) * group + one % group
+    return (first + one % rows // group) * stride + head * row_bytes
+
+
+@jit
+def _fetch(op, table, pool, tile, end, part, parts):
+    """Of the next tile's tokens the share `part`, into the cache: all at once would be more than can be under way."""
+    size = op[5] * op[11]
+    heads_bytes = op[4] * size
+    for i in range(tile + TILE * part // parts, min(tile + TILE * (part + 1) // parts, end)):
+        token = pool + load_int32(table + 4 * i) * 2 * heads_bytes
+        for line in range(0, parts * size, 64):
+            prefetch(token + line)
+            prefetch(token + heads_bytes + line)
 
 
 @jit
@@ -189,10 +217,5 @@ def _gather(op, table, pool, tile, end, keys, values):
         indices = values + TILE * floats * 4 - 4 * TILE  # in what is overwritten once it has been read
         for i in range(TILE):
             store_int32(indices + 4 * i, load_int32(table + 4 * min(tile + i, end - 1)))
-    for i in range(tile + TILE, min(tile + 2 * TILE, end)):
-        token = pool + load_int32(table + 4 * i) * 2 * heads_bytes
-        for line in range(0, floats * kv_bytes, 64):
-            prefetch(token + line)
-            prefetch(token + heads_bytes + line)
     gather_keys(kv_bytes, pool, indices, 2 * heads_bytes, floats, keys)
     gather_values(kv_bytes, pool + heads_bytes, indices, 2 * heads_bytes, floats, values)

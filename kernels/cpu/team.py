@@ -31,7 +31,7 @@ import numpy as np
 from kernels.cpu import sync
 from kernels.cpu.compiled import jit
 from kernels.cpu.ir import int64_array
-from kernels.cpu.program import LINEAR, STEP_WORDS, WIDTH, count_items, run_items
+from kernels.cpu.program import ATTEND, LINEAR, STEP_WORDS, WIDTH, count_items, run_items
 
 _LINE = 64
 _GENERATION, _COUNT, _WAITING, _STOP = (_LINE * place for place in range(4))
@@ -143,6 +143,8 @@ def _work(block, generation, thread, threads):
 
 @jit
 def _piece(op, total, threads):
+    if op[0] == ATTEND:
+        return 1  # some are many times as long as others
     if op[0] == LINEAR or total > 4 * threads:
         return max(1, total // (threads * _PIECES))
     return max(1, total // threads)

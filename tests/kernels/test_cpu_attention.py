@@ -151,7 +151,7 @@ def in_steps(team: Team, case: Case, x: np.ndarray, has_rope: bool, steps: list[
                 heads, case.shape, out, window=case.window, cap=case.cap, layer=LAYER, kv_bytes=kv.pools.itemsize
             ),
         ]  # fmt: skip
-        run_attention(team, rows, case.shape, parts, kv)
+        run_attention(team, rows, case.shape, parts, kv, by_head=len(parts) % 2 == 0)
         start = 0
         for part in parts:
             outs[part.row, part.positions] = out[start : start + part.length]
@@ -176,7 +176,7 @@ def random_steps(generator: np.random.Generator, rows: int, length: int) -> list
 def test_decode_is_prefill_to_the_last_bit(
     teams: list[Team], case: Case, rows: int, length: int, has_rope: bool
 ) -> None:
-    """Whatever the chunks, the company and the number of threads."""
+    """Whatever the chunks, the company, the number of threads, and whether heads are items of their own."""
     queries, keys, size = case.shape
     generator = np.random.default_rng(case.seed)
     x = generator.standard_normal((rows, length, (queries + 2 * keys) * size)).astype(np.float32)

@@ -196,9 +196,13 @@ class Pools:
 
 
 def run_attention(
-    team: Team, rows: list[list[int]], shape: tuple[int, int, int], chunks: list[Chunk], kv: Pools,
+    team: Team, rows: list[list[int]], shape: tuple[int, int, int], chunks: list[Chunk], kv: Pools, *,
+    by_head: bool = False,
 ) -> None:  # fmt: skip
-    """Run a program of heads and attention. `shape`: query heads, key-value heads, head_dim."""
+    """Run a program of heads and attention. `shape`: query heads, key-value heads, head_dim.
+
+    `by_head`: each key-value head of a block is an item of its own.
+    """
     tokens = sum(chunk.length for chunk in chunks)
     config = SimpleNamespace(
         num_heads=shape[0], num_kv_heads=shape[1], head_dim=shape[2], hidden_size=GROUP, intermediate_size=GROUP,
@@ -211,5 +215,5 @@ def run_attention(
         KV_INDEX=kv.places(chunks), KV_TABLE=kv.table, KV_TABLE_STRIDE=kv.table.strides[0], POOLS=kv.pools,
         POOL_BYTES=kv.pools.strides[0], BLOCKS=buffers.blocks,
         NUM_BLOCKS=plan_blocks(described, buffers.queries, buffers.blocks), SCRATCH=buffers.scratch,
-        SCRATCH_BYTES=buffers.scratch.strides[0],
+        SCRATCH_BYTES=buffers.scratch.strides[0], HEAD_PARTS=shape[1] if by_head else 1,
     )  # fmt: skip
