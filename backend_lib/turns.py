@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def give_way(pid: int) -> None:
-    """Let the threads of a process, and what they start, wait for their turn. Where that is forbidden nothing happens."""
+    """Let a process's threads, and what they start, wait for their turn. Where that is forbidden nothing happens."""
     for thread in _threads(pid):
         _set_policy(thread, os.SCHED_BATCH)
 
