@@ -26,8 +26,8 @@ def quantise(weight: torch.Tensor, bias: torch.Tensor | None, weights: str) -> L
         if weights == "auto":
             return Fp16Linear(weight, bias)
         raise ValueError(
-            f"parameter 'weights' must be auto, fp16 or fp32 for this checkpoint: a layer with {weight.shape[1]} inputs "
-            f"cannot be cut into groups of {GROUP}, as int8 and int4 need"
+            "parameter 'weights' must be auto, fp16 or fp32 for this checkpoint: "
+            f"a layer with {weight.shape[1]} inputs cannot be cut into groups of {GROUP}, as int8 and int4 need"
         )
     if weights == "int4" or (weights == "auto" and _is_on_4_bit_grid(weight)):
         return QuantisedLinear(weight, bias, 4)
