@@ -38,7 +38,9 @@ class Settings:
         help="whose tensors clients send: vllm_backend's, or tensorrtllm_backend's with a batch dimension",
     )
     dtype: str = _choice(
-        "auto", "float32", help="type of the KV cache; `auto` is one of 2 bytes with int4 and int8 weights, else float32"
+        "auto",
+        "float32",
+        help="type of the KV cache; `auto` has 2 bytes with int4 and int8 weights, else is float32",
     )
     weights: str = _choice(
         "auto",

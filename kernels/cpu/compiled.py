@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import stat
 import tempfile
 from pathlib import Path
 
@@ -17,17 +18,23 @@ from kernels.cpu.isa import features
 
 
 def _folder() -> Path:
-    """A folder that can be written to: the user's cache, or else a temporary one."""
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    for parent in (base, Path(tempfile.gettempdir())):
-        folder = parent / "tandem" / f"kernels-{_fingerprint()}"
+    """A folder for this user alone: in the user's cache, or else a temporary one. What is in it is run as code."""
+    for parent in (Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"), Path(tempfile.gettempdir())):
+        ours = parent / f"tandem-{os.getuid()}"
+        folder = ours / f"kernels-{_fingerprint()}"
         try:
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            ours.mkdir(parents=True, exist_ok=True, mode=0o700)
+            folder.mkdir(exist_ok=True, mode=0o700)
         except OSError:
             continue
-        if os.access(folder, os.W_OK) and folder.stat().st_uid == os.getuid():
+        if _is_private(ours) and _is_private(folder) and os.access(folder, os.W_OK):
             return folder
     return Path(tempfile.mkdtemp(prefix="tandem-kernels-"))
+
+
+def _is_private(folder: Path) -> bool:
+    status = folder.lstat()
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
 
 
 def _fingerprint() -> str:
