@@ -17,13 +17,13 @@ HTTP, GRPC, RESULT = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 def test_the_curl_line_answers(server):
     command = re.search(r"^    (curl .*?}')$", PAGE, re.DOTALL | re.MULTILINE).group(1)
     answer = json.loads(run(for_server(command, server)))
-    assert "Paris" in answer["text_output"]
+    assert "Tokyo" in answer["text_output"]
     assert "<|im_start|>" not in answer["text_output"]
 
 
 def test_the_python_clients_print_the_answer(server):
     for code in (HTTP, GRPC):
-        assert "Paris" in run([sys.executable, "-c", for_server(code, server)])
+        assert "Tokyo" in run([sys.executable, "-c", for_server(code, server)])
 
 
 def test_the_conversation_with_a_result_is_one():
