@@ -20,7 +20,6 @@ from backend_lib.cli.flags import ServerFlags
 from backend_lib.cli.leftovers import owner_mark, remove_leftovers
 from backend_lib.cli.repository import link_repository
 from backend_lib.cli.server import STUB_NAME, TritonServer
-from backend_lib.turns import give_way
 
 _PR_SET_PDEATHSIG = 1
 _SHM = Path("/dev/shm")
@@ -60,7 +59,6 @@ class ServerProcess:
             start_new_session=True,
             preexec_fn=_die_with_parent,
         )
-        give_way(self._popen.pid)
 
     @property
     def pid(self) -> int:

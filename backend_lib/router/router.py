@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -29,7 +28,6 @@ from backend_lib.router.sources import is_cancellation
 from backend_lib.router.stream import Stream
 from backend_lib.router.supervisor import End, Supervisor
 from backend_lib.router.watcher import Watcher
-from backend_lib.turns import give_way
 
 log = logging.getLogger("tandem")
 
@@ -56,7 +54,6 @@ class Router:
         Raises:
             ValueError, OSError, RuntimeError: the model cannot be served, in words for Triton's log.
         """
-        give_way(os.getpid())
         self._settings = settings
         self._checkpoint = open_checkpoint(settings.model)
         self._max_model_len = max_model_len(settings, self._checkpoint)

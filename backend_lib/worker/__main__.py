@@ -12,7 +12,6 @@ import threading
 import traceback
 
 from backend_lib.arena import Arena, Doorbell, StatusBlock
-from backend_lib.turns import take_turns
 from backend_lib.worker import crash_points
 from backend_lib.worker.parent import die_with_parent
 
@@ -20,7 +19,6 @@ from backend_lib.worker.parent import die_with_parent
 def main() -> None:
     args = _arguments()
     die_with_parent(args.parent)
-    take_turns()
     if args.server is not None:
         threading.Thread(target=_end_router_with_server, args=(args.server, args.parent), daemon=True).start()
     logging.basicConfig(level=logging.INFO, format="tandem worker %(process)d: %(message)s", stream=sys.stderr)
