@@ -16,8 +16,9 @@ from kernels.cpu.pack import pack
 # T tokens in the step
 
 
-LOSSLESS = 1e-3  # rounding error, as a share of the weights, below which they must have been on this grid already
-_SAMPLE = 64  # rows that tell whether a matrix may be
+# Rounding error, as a share of the weights, below which they must come from 4-bit codes, which can so be had back.
+LOSSLESS = 1e-3
+_SAMPLE = 64  # rows that tell whether a matrix may
 
 
 def quantise(weight: torch.Tensor, bias: torch.Tensor | None, weights: str) -> Linear:
@@ -29,15 +30,13 @@ def quantise(weight: torch.Tensor, bias: torch.Tensor | None, weights: str) -> L
             "parameter 'weights' must be auto, fp16 or fp32 for this checkpoint: "
             f"a layer with {weight.shape[1]} inputs cannot be cut into groups of {GROUP}, as int8 and int4 need"
         )
-    if weights == "int4" or (weights == "auto" and _is_on_4_bit_grid(weight)):
+    if weights == "int4":
         return QuantisedLinear(weight, bias, 4)
+    if weights == "auto" and pack(weight[:_SAMPLE].numpy(), 4)[1] < LOSSLESS:
+        layer = QuantisedLinear(weight, bias, 4)
+        if layer.error < LOSSLESS:
+            return layer
     return QuantisedLinear(weight, bias, 8)
-
-
-def _is_on_4_bit_grid(weight: torch.Tensor) -> bool:
-    """Whether the matrix comes from 4-bit codes in groups of 32, so that they can be had back."""
-    _, error = pack(weight[:_SAMPLE].numpy(), 4)
-    return error < LOSSLESS and pack(weight.numpy(), 4)[1] < LOSSLESS
 
 
 class QuantisedLinear:
