@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 import difflib
+import os
 import reprlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 # Keys that Triton or its Python backend reads from the same `parameters` block; they are not ours to judge.
 TRITON_KEYS = frozenset({"EXECUTION_ENV_PATH", "FORCE_CPU_ONLY_INPUT_TENSORS"})
+# Prompt tokens of a step that may be given log-probabilities: each of them takes a row of logits.
+PROMPT_LOGPROBS_PER_STEP = 256
+
+# By setting: what `auto` is on a CPU and on a GPU.
+_BY_DEVICE = {"max_running": (32, 256), "memory_fraction": (0.5, 0.9), "prefill_chunk": (256, 4096)}
+
+
+def gpu_is_visible() -> bool:
+    """Whether the NVIDIA driver shows this process a GPU. Whether torch can use it is the worker's to find out."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1", "none", "NoDevFiles")
+    return Path("/dev/nvidiactl").exists() and not hidden
 
 
 def _choice(default: str, *others: str, help: str) -> Any:
     return field(default=default, metadata={"choices": (default, *others), "help": help})
 
 
-def _number(default: float | None, low: float, high: float, *, help: str) -> Any:
+def _number(default: float | None, low: float, high: float, *, help: str, kind: type = int) -> Any:
     """A number in [low, high]; a default of None is written `auto` and worked out when the model loads."""
-    kind = float if isinstance(default, float) else int
+    kind = float if isinstance(default, float) else kind
     return field(default=default, metadata={"kind": kind, "low": low, "high": high, "help": help})
 
 
@@ -31,7 +44,14 @@ class Settings:
     """The settings of one model. Field metadata holds what is allowed, so that checks and docs have one source."""
 
     model: str = _text("smollm2", help="`smollm2` (built in), a Hugging Face folder, a hub id, or a GGUF file")
-    device: str = _choice("auto", "cpu", help="where the workers compute")
+    device: str = _choice(
+        "auto",
+        "cpu",
+        "cuda",
+        "interpret",
+        help="where the workers compute; `auto` is `cuda` where torch can use an NVIDIA GPU; `interpret` runs "
+        "the GPU's kernels in Triton's interpreter, for tests",
+    )
     contract: str = _choice(
         "vllm",
         "trtllm",
@@ -40,7 +60,10 @@ class Settings:
     dtype: str = _choice(
         "auto",
         "float32",
-        help="type of the KV cache; `auto` has 2 bytes with int4 and int8 weights, else is float32",
+        "float16",
+        "bfloat16",
+        help="on a GPU, type of weights and KV cache: `auto` is bfloat16; on a CPU, of the KV cache alone: `auto` has "
+        "2 bytes with int4 and int8 weights, else is float32",
     )
     weights: str = _choice(
         "auto",
@@ -48,12 +71,15 @@ class Settings:
         "int8",
         "fp16",
         "fp32",
-        help="format of the weights, see docs/weights.md; `auto` is int4 where that loses nothing, else int8",
+        help="format of the weights on a CPU, see docs/weights.md; `auto` is int4 where that loses nothing, else int8",
     )
     overlap: str = _choice("auto", "on", "off", help="whether the loop prepares a step while the one before it runs")
     tensor_parallel: int = _number(1, 1, 1, help="workers that share one copy of the weights")
     data_parallel: int = _number(1, 1, 1, help="copies of the weights")
-    max_running: int = _number(32, 1, 4096, help="sequences computed at the same time, per copy of the weights")
+    max_running: int = _number(
+        None, 1, 4096,
+        help="sequences computed at the same time, per copy of the weights; `auto` is 32, on a GPU 256",
+    )  # fmt: skip
     max_model_len: int | None = _number(
         None, 2, 1 << 24, help="prompt and output tokens of a sequence; `auto` is the checkpoint's context"
     )
@@ -61,17 +87,22 @@ class Settings:
         None,
         2,
         (1 << 31) - 1,
-        help="tokens the KV cache holds; `auto` is 384 per running sequence and at least one context, if memory allows",
+        help="tokens the KV cache holds; `auto` is 384 per running sequence and at least one context, if memory "
+        "allows, and on a GPU all that memory allows",
     )
     memory_fraction: float = _number(
-        0.5, 0.01, 0.95, help="share of the memory left after loading that the KV cache may take"
-    )
+        None, 0.01, 0.95,
+        help="share of the memory left after loading that the KV cache may take; `auto` is 0.5, on a GPU 0.9",
+        kind=float,
+    )  # fmt: skip
     admission: str = _choice(
         "past_future",
         "conservative",
         help="start a sequence when the estimated peak fits the KV cache, or only when all it may ever need does",
     )
-    prefill_chunk: int = _number(256, 1, 1 << 20, help="prompt tokens computed in one step")
+    prefill_chunk: int = _number(
+        None, 1, 1 << 20, help="prompt tokens computed in one step; `auto` is 256, on a GPU 4096"
+    )
     queue_size: int = _number(256, 1, 1 << 16, help="requests that may wait; one more is refused with UNAVAILABLE")
     tool_parser: str = _choice(
         "auto",
@@ -95,6 +126,14 @@ class Settings:
         60.0, 6.0, 86400.0, help="a worker that makes no progress for so long, and for 20 full steps, is replaced"
     )
     threads: int | None = _number(None, 1, 1024, help="compute threads of a CPU worker; `auto` is the cores it may use")
+    debug: str = _choice("off", "on", help="check at every step that nothing waits for the device, at some cost")
+
+    def __post_init__(self) -> None:
+        """What is `auto` by the kind of device is worked out here, for router and worker alike."""
+        has_gpu = self.device == "cuda" or (self.device == "auto" and gpu_is_visible())
+        for name, (on_cpu, on_gpu) in _BY_DEVICE.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, on_gpu if has_gpu else on_cpu)
 
     @classmethod
     def from_parameters(cls, parameters: Mapping[str, str]) -> Settings:

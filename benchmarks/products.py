@@ -29,7 +29,7 @@ import numpy as np
 import torch
 import torch.multiprocessing
 
-from backend_lib.models.linear import Fp16Linear, Fp32Linear
+from backend_lib.models.linear import DenseLinear, Fp16Linear
 from backend_lib.models.quantised import QuantisedLinear
 from backend_lib.models.threads import share_threads, team
 from benchmarks.formats.comparators import FbgemmInt8Linear
@@ -113,7 +113,7 @@ def _serve(pipe: Connection) -> None:
 def _layers(inputs: int, outputs: int) -> dict[str, list]:
     weight = torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(0)) / inputs**0.5
     makers: dict[str, tuple[Callable, float]] = {
-        BASE: (lambda: Fp32Linear(weight.clone(), None), 4),
+        BASE: (lambda: DenseLinear(weight.clone(), None), 4),
         "fp16": (lambda: Fp16Linear(weight.clone(), None), 2),
         "fbgemm int8": (lambda: FbgemmInt8Linear(weight, None), 1),
         "int8": (lambda: QuantisedLinear(weight, None, 8), 34 / 32),

@@ -22,12 +22,12 @@ from backend_lib.arena import Arena, ArenaSpec, CommandKind, Doorbell
 from backend_lib.checkpoint import open_checkpoint
 from backend_lib.config import Settings
 from backend_lib.models import load_decoder
-from backend_lib.models.batch import ForwardBatch
+from backend_lib.models.batch import ForwardBatch, chunk_words
 from backend_lib.models.compiled import CompiledDecoder
 from backend_lib.models.threads import share_threads, team
 from backend_lib.worker.cores import usable_cores
+from backend_lib.worker.eager_sampling import best_tokens
 from backend_lib.worker.engine import build_engine
-from backend_lib.worker.sampler import best_tokens
 from kernels.cpu import program
 
 CONTEXT = 192
@@ -67,17 +67,18 @@ def profile_program(settings: Settings, args: argparse.Namespace) -> None:
 def decode_batch(rows: int, table: torch.Tensor) -> ForwardBatch:
     table = table[: rows * (CONTEXT + 1)].view(rows, CONTEXT + 1)
     return ForwardBatch(
-        input_ids=torch.arange(rows), positions=torch.full((rows,), CONTEXT),
-        kv_index=table[:, CONTEXT].long().contiguous(), kv_table=table, rows=list(range(rows)),
-        query_lens=[1] * rows, kv_lens=[CONTEXT + 1] * rows, logits_index=torch.arange(rows),
+        input_ids=torch.arange(rows), token_rows=torch.arange(rows), positions=torch.full((rows,), CONTEXT),
+        kv_index=table[:, CONTEXT].long().contiguous(), kv_table=table, num_decodes=rows, prompt_logits_index=None,
+        chunks=table[:0], rows=list(range(rows)), query_lens=[1] * rows, kv_lens=[CONTEXT + 1] * rows,
     )  # fmt: skip
 
 
 def prompt_batch(table: torch.Tensor) -> ForwardBatch:
-    table = table[None, :PROMPT]
+    table, ids = table[None, :PROMPT], torch.arange(PROMPT)
     return ForwardBatch(
-        input_ids=torch.arange(PROMPT), positions=torch.arange(PROMPT), kv_index=table[0].long(), kv_table=table,
-        rows=[0], query_lens=[PROMPT], kv_lens=[PROMPT], logits_index=torch.tensor([PROMPT - 1]),
+        input_ids=ids, token_rows=torch.zeros_like(ids), positions=ids, kv_index=table[0].long(), kv_table=table,
+        num_decodes=0, prompt_logits_index=torch.tensor([PROMPT - 1]),
+        chunks=torch.from_numpy(chunk_words([0], [PROMPT], [PROMPT])), rows=[0], query_lens=[PROMPT], kv_lens=[PROMPT],
     )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from backend_lib.models.batch import ForwardBatch
+from backend_lib.models.decoder import Scores
 
 # q query tokens of a sequence · n tokens they look at · K key-value heads · G query heads that share one · D head_dim
 
@@ -47,13 +48,6 @@ def _mask(query_len: int, kv_len: int, window: int | None) -> torch.Tensor | Non
         return None
     mask = torch.ones(query_len, kv_len, dtype=torch.bool).tril_(kv_len - query_len)
     return mask if is_short else mask.triu_(kv_len - query_len - window + 1)  # type: ignore[operator]
-
-
-class Scores(NamedTuple):
-    """From dot products to scores: times `scale`, then kept within ±`softcap` by tanh, if there is one."""
-
-    scale: float
-    softcap: float | None = None
 
 
 def attend(query: torch.Tensor, pool: torch.Tensor, spans: list[Span], scores: Scores) -> torch.Tensor:

@@ -7,11 +7,12 @@ from collections.abc import Callable
 import torch
 
 from backend_lib.checkpoint import DecoderConfig, ExpertsConfig, LayerConfig, RopeConfig
-from backend_lib.models.attention import Scores
-from backend_lib.models.decoder import Attention, HeadNorm, Layer, RMSNorm, TransformerDecoder
-from backend_lib.models.linear import Embedding, Linear, is_quantised, make_embedding, make_linear
+from backend_lib.models.batch import ForwardBatch
+from backend_lib.models.decoder import Attention, HeadNorm, Layer, RMSNorm, Scores, Step, TransformerDecoder
+from backend_lib.models.linear import DenseHead, Embedding, Linear, is_quantised, make_embedding, make_linear
 from backend_lib.models.memory import give_back_free_memory
-from backend_lib.models.mlp import ACTIVATIONS, MLP, GatedMLP, MixtureOfExperts
+from backend_lib.models.mlp import MLP, GatedMLP, MixtureOfExperts
+from backend_lib.models.placement import Placement
 from backend_lib.models.rope import Rope
 from backend_lib.models.weights import TensorSource
 
@@ -22,16 +23,20 @@ class DecoderBuilder:
     Tensors go by GGUF's names, which are the same for all families.
     """
 
-    def __init__(self, config: DecoderConfig, tensors: TensorSource, weights: str, max_position: int) -> None:
+    def __init__(
+        self, config: DecoderConfig, tensors: TensorSource, placement: Placement,
+        start_step: Callable[[ForwardBatch], Step], max_position: int,
+    ) -> None:  # fmt: skip
         self.config = config
+        self.start_step = start_step
         self.tensors = tensors
-        self.weights = weights
+        self.placement = placement
+        self.weights = weights = placement.weights
         # What goes in and what comes out of a model suffers most from 4 bits.
         self.outer_weights = "int8" if weights == "int4" else weights
-        self.embedding_type = torch.float32 if weights == "fp32" else torch.float16
-        self.activation = ACTIVATIONS[config.activation]
+        self.embedding_type = placement.dtype if weights in ("fp32", "dense") else torch.float16
         ropes = {layer.rope for layer in config.layers if layer.rope}
-        self.ropes: dict[RopeConfig | None, Rope] = {rope: Rope(rope, max_position) for rope in ropes}
+        self.ropes: dict[RopeConfig | None, Rope] = {rope: Rope(rope, max_position, placement.device) for rope in ropes}
 
     def decoder(self) -> TransformerDecoder:
         """Raises ValueError naming a tensor that is missing, of the wrong shape, or not of this architecture."""
@@ -43,7 +48,10 @@ class DecoderBuilder:
         norm = self._norm("output_norm")
         self.tensors.check_all_read()
         give_back_free_memory()
-        return TransformerDecoder(self.config, embedding=embedding, layers=layers, norm=norm, head=head)
+        return TransformerDecoder(
+            self.config, embedding=embedding, layers=layers, norm=norm, head=head,
+            start_step=self.start_step, kv_type=self.placement.dtype, device=self.placement.device,
+        )  # fmt: skip
 
     def _embedding_and_head(self) -> tuple[Callable[[torch.Tensor], torch.Tensor], Linear]:
         """The two largest tensors, together, so that the float32 original is gone before the layers are read."""
@@ -51,7 +59,9 @@ class DecoderBuilder:
         if not self.config.tie_word_embeddings:
             head = self._outer("output", vocab_size, hidden_size)
             return self._embedding(vocab_size, hidden_size), head
-        weight = self._read("token_embd.weight", (vocab_size, hidden_size))
+        weight = self._read("token_embd.weight", (vocab_size, hidden_size), self.placement.dtype)
+        if self.weights == "dense":
+            return Embedding(weight), DenseHead(weight, None)
         if is_quantised(self.weights, hidden_size):
             both = make_linear(weight, None, self.outer_weights)
             return make_embedding(both), both
@@ -105,7 +115,7 @@ class DecoderBuilder:
         return GatedMLP(
             gate_up=self._linear([f"{name}.{part}" for part in parts], sizes, hidden, bias=bias),
             down=self._linear([f"{name}.ffn_down"], [hidden], inner, bias=bias),
-            activation=self.activation,
+            activation=self.config.activation,
         )
 
     def _mixture(self, name: str, experts: ExpertsConfig) -> MixtureOfExperts:
@@ -122,7 +132,7 @@ class DecoderBuilder:
         return GatedMLP(
             gate_up=self._linear(parts, [inner, inner], hidden, bias=False, expert=expert),
             down=self._linear([f"{name}.ffn_down_exps"], [hidden], inner, bias=False, expert=expert),
-            activation=self.activation,
+            activation=self.config.activation,
         )
 
     def _norm(self, name: str) -> RMSNorm:
@@ -139,7 +149,8 @@ class DecoderBuilder:
 
     def _outer(self, name: str, vocab_size: int, hidden_size: int) -> Linear:
         """Embedding or head."""
-        return make_linear(self._read(f"{name}.weight", (vocab_size, hidden_size)), None, self.outer_weights)
+        weight = self._read(f"{name}.weight", (vocab_size, hidden_size), self.placement.dtype)
+        return DenseHead(weight, None) if self.weights == "dense" else make_linear(weight, None, self.outer_weights)
 
     def _linear(
         self, names: list[str], out_sizes: list[int], in_size: int, *, bias: bool, expert: int | None = None
@@ -147,16 +158,19 @@ class DecoderBuilder:
         """One layer that computes all of `names`, their outputs side by side."""
         for name, size in zip(names, out_sizes, strict=True):
             self.tensors.check(f"{name}.weight", (size, in_size), expert)
-        weight = torch.empty(sum(out_sizes), in_size)
+        weight = self._empty((sum(out_sizes), in_size), self.placement.dtype)
         for name, part in zip(names, weight.split(out_sizes), strict=True):
             self.tensors.read_into(part, f"{name}.weight", expert)
-        biases = torch.empty(sum(out_sizes)) if bias else None
+        biases = self._empty((sum(out_sizes),), self.placement.dtype) if bias else None
         for name, part in zip(names, biases.split(out_sizes) if biases is not None else (), strict=False):
             self.tensors.read_into(part, f"{name}.bias")
         return make_linear(weight, biases, self.weights)
 
     def _read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         self.tensors.check(name, shape)
-        tensor = torch.empty(shape, dtype=dtype)
+        tensor = self._empty(shape, dtype)
         self.tensors.read_into(tensor, name)
         return tensor
+
+    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.placement.device)

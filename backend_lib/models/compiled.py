@@ -82,20 +82,21 @@ class CompiledDecoder:
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: torch.Tensor) -> torch.Tensor:
         """Write the step's keys and values into `kv` and return float32 logits [L, V]."""
-        if len(batch.input_ids) > self._buffers.capacity or len(batch.logits_index) > self._buffers.capacity:
-            self._reserve(max(len(batch.input_ids), len(batch.logits_index)))
+        logits_index = batch.logits_index  # held here for as long as the program runs
+        if len(batch.input_ids) > self._buffers.capacity or len(logits_index) > self._buffers.capacity:
+            self._reserve(max(len(batch.input_ids), len(logits_index)))
         step, buffers = self.step, self._buffers
         chunks = np.array([batch.rows, batch.query_lens, batch.kv_lens], dtype=np.int64)
-        step[program.TOKENS], step[program.LOGITS] = len(batch.input_ids), len(batch.logits_index)
+        step[program.TOKENS], step[program.LOGITS] = len(batch.input_ids), len(logits_index)
         step[program.IDS], step[program.POSITIONS] = batch.input_ids.data_ptr(), batch.positions.data_ptr()
-        step[program.KV_INDEX], step[program.LOGITS_INDEX] = batch.kv_index.data_ptr(), batch.logits_index.data_ptr()
+        step[program.KV_INDEX], step[program.LOGITS_INDEX] = batch.kv_index.data_ptr(), logits_index.data_ptr()
         step[program.KV_TABLE], step[program.KV_TABLE_STRIDE] = batch.kv_table.data_ptr(), batch.kv_table.stride(0) * 4
         step[program.POOLS], step[program.POOL_BYTES] = kv.data_ptr(), kv.stride(0) * kv.itemsize
         blocks = plan_blocks(chunks, buffers.queries, buffers.blocks)
         is_few = blocks < 2 * team().threads
         step[program.NUM_BLOCKS], step[program.HEAD_PARTS] = blocks, self.config.num_kv_heads if is_few else 1
         team().run(self.operations, step)
-        return torch.from_numpy(buffers.logits)[: len(batch.logits_index), : self.vocab_size]
+        return torch.from_numpy(buffers.logits)[: len(logits_index), : self.vocab_size]
 
     def _reserve(self, capacity: int) -> None:
         """Buffers for as many tokens, and the program that works in them."""

@@ -1,44 +1,79 @@
-"""The transformer decoder that a `DecoderConfig` describes, eager and in float32, for CPU."""
+"""The transformer decoder that a `DecoderConfig` describes: its layers hold the weights and say what is computed.
+
+The dense products are torch's. What lies between them is done by a `Step`, of which there are two: eager torch on a CPU
+(`backend_lib.models.eager`) and Triton kernels on a GPU (`backend_lib.models.kernel_step`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import torch
-import torch.nn.functional as F
 
 from backend_lib.checkpoint import DecoderConfig
-from backend_lib.models.attention import Scores, Span, attend, make_spans
 from backend_lib.models.batch import ForwardBatch
 from backend_lib.models.linear import Linear
-from backend_lib.models.mlp import MLP
+from backend_lib.models.mlp import MLP, MixtureOfExperts
 from backend_lib.models.rope import Rope
 
-# T tokens in the step · L sequences whose logits are wanted · V vocabulary · E hidden size
-# H query heads · K key-value heads · D head_dim
+# T tokens in the step · L sequences whose logits are wanted · V vocabulary · E hidden size · I inner size of an MLP
+# H query heads · K key-value heads · D head_dim · U experts that a token uses
 
 
 @dataclass(frozen=True, kw_only=True)
 class RMSNorm:
-    """x / rms(x) * weight over the last dimension (Zhang and Sennrich, 2019)."""
+    """x / rms(x) * weight over the last dimension (Zhang and Sennrich, 2019); `weight` is float32 [E]."""
 
     weight: torch.Tensor
     eps: float
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadNorm:
-    """RMSNorm of every query and key head by itself; `weight` is [H + K, D]."""
+    """RMSNorm of every query and key head by itself; `weight` is float32 [H + K, D]."""
 
     weight: torch.Tensor
     eps: float
 
-    def __call__(self, heads: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(heads, self.weight.shape[1:], eps=self.eps).mul_(self.weight)
+
+class Scores(NamedTuple):
+    """From dot products to scores: times `scale`, then kept within ±`softcap` by tanh, if there is one."""
+
+    scale: float
+    softcap: float | None = None
+
+
+class Addend(NamedTuple):
+    """What a sublayer adds to the hidden states, [T, E], through its post norm if it has one. It is added together
+    with the next norm, which saves a pass over the hidden states; None before the first."""
+
+    value: torch.Tensor | None
+    norm: RMSNorm | None = None
+
+    def at(self, index: torch.Tensor) -> Addend:
+        """Of some of the tokens."""
+        return self if self.value is None else Addend(self.value[index], self.norm)
+
+
+class Step(Protocol):
+    """What lies between the dense products of one step, on one kind of device."""
+
+    def add_norm(self, hidden: torch.Tensor, addend: Addend, norm: RMSNorm) -> torch.Tensor:
+        """Add to float32 [T, E] `hidden` in place; the norm of that, in the type that products take."""
+
+    def attend(self, heads: torch.Tensor, attention: Attention, pool: torch.Tensor) -> torch.Tensor:
+        """From [T, H + 2K, D] heads, which are changed, to [T, H * D]: norms and rotates queries and keys, keeps keys
+        and values in the pool, and attends."""
+
+    def gate(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+        """activation(gate) * up: from [T, 2I] to [T, I]."""
+
+    def mix(
+        self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, mixture: MixtureOfExperts
+    ) -> torch.Tensor:
+        """The sum of the chosen experts of [T, E], [T, E]. `weights` float32 and `chosen` int64 are [T, U]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,14 +92,7 @@ class Attention:
 
     def __call__(self, x: torch.Tensor, step: Step, pool: torch.Tensor) -> torch.Tensor:
         heads = self.qkv(x).view(len(x), -1, self.head_dim)
-        query_key = heads[:, : self.num_heads + self.num_kv_heads]
-        if self.head_norm:
-            query_key.copy_(self.head_norm(query_key))
-        if self.rope:
-            self.rope.rotate_(query_key, *step.rotation(self.rope))
-        query, key_value = heads[:, : self.num_heads], heads[:, self.num_heads :]
-        pool.index_copy_(0, step.batch.kv_index, key_value.view(len(x), 2, self.num_kv_heads, self.head_dim))
-        return self.output(attend(query, pool, step.spans(self.window), self.scores))
+        return self.output(step.attend(heads, self, pool))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,32 +106,12 @@ class Layer:
     mlp: MLP
     mlp_post_norm: RMSNorm | None
 
-    def __call__(self, hidden: torch.Tensor, step: Step, pool: torch.Tensor) -> None:
-        """Add this layer's part to `hidden`, float32 [T, E], in place."""
-        attended = self.attention(self.attention_norm(hidden), step, pool)
-        hidden += self.attention_post_norm(attended) if self.attention_post_norm else attended
-        transformed = self.mlp(self.mlp_norm(hidden))
-        hidden += self.mlp_post_norm(transformed) if self.mlp_post_norm else transformed
-
-
-@dataclass(frozen=True)
-class Step:
-    """What layers need of a step, worked out once for all that share a rope or a window."""
-
-    batch: ForwardBatch
-    _rotations: dict[Rope, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
-    _spans: dict[int | None, list[Span]] = field(default_factory=dict)
-
-    def rotation(self, rope: Rope) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosine and signed sine of the step's positions."""
-        if rope not in self._rotations:
-            self._rotations[rope] = rope.at(self.batch.positions)
-        return self._rotations[rope]
-
-    def spans(self, window: int | None) -> list[Span]:
-        if window not in self._spans:
-            self._spans[window] = make_spans(self.batch, window)
-        return self._spans[window]
+    def __call__(self, hidden: torch.Tensor, addend: Addend, step: Step, pool: torch.Tensor) -> Addend:
+        """Add what came before to `hidden`, float32 [T, E], and return what this layer's last part adds."""
+        x = step.add_norm(hidden, addend, self.attention_norm)
+        attended = Addend(self.attention(x, step, pool), self.attention_post_norm)
+        x = step.add_norm(hidden, attended, self.mlp_norm)
+        return Addend(self.mlp(x, step), self.mlp_post_norm)
 
 
 class TransformerDecoder:
@@ -111,7 +119,9 @@ class TransformerDecoder:
 
     Args:
         embedding: from int64 [T] ids to float32 [T, E].
-        head: the linear layer from hidden states to logits.
+        head: the linear layer from hidden states to float32 logits.
+        start_step: what computes a step.
+        kv_type: of keys and values.
     """
 
     def __init__(
@@ -122,6 +132,9 @@ class TransformerDecoder:
         layers: list[Layer],
         norm: RMSNorm,
         head: Linear,
+        start_step: Callable[[ForwardBatch], Step],
+        kv_type: torch.dtype = torch.float32,
+        device: torch.device | None = None,
     ) -> None:
         self.config = config
         self.embedding = embedding
@@ -129,23 +142,32 @@ class TransformerDecoder:
         self.norm = norm
         self.head = head
         self.vocab_size = config.vocab_size
-        self.kv_bytes_per_token = config.num_layers * 2 * config.num_kv_heads * config.head_dim * 4  # float32
+        self.device = device or torch.device("cpu")
+        self.kv_bytes_per_token = config.num_layers * 2 * config.num_kv_heads * config.head_dim * kv_type.itemsize
+        self._start_step = start_step
+        self._kv_type = kv_type
 
     def allocate_kv(self, num_tokens: int) -> list[torch.Tensor]:
-        """Per layer float32 [num_tokens + 1, 2, K, D]: a token's keys, then its values; one gather reads both."""
+        """Per layer [num_tokens + 1, 2, K, D]: a token's keys, then its values; one gather reads both."""
         shape = (num_tokens + 1, 2, self.config.num_kv_heads, self.config.head_dim)
         # Not zeros: pages that no token has been written to yet cost no memory.
-        return [torch.empty(shape) for _ in self.layers]
+        return [torch.empty(shape, dtype=self._kv_type, device=self.device) for _ in self.layers]
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: list[torch.Tensor]) -> torch.Tensor:
         """Write the step's keys and values into `kv` and return float32 logits [L, V]."""
-        step = Step(batch)
+        step = self._start_step(batch)
         hidden = self.embedding(batch.input_ids)
         if self.config.embedding_scale != 1.0:
             hidden *= self.config.embedding_scale
+        addend = Addend(None)
         for layer, pool in zip(self.layers, kv, strict=True):
-            layer(hidden, step, pool)
-        logits = self.head(self.norm(hidden[batch.logits_index]))
+            addend = layer(hidden, addend, step, pool)
+        if batch.prompt_logits_index is not None:  # else of every token
+            index = batch.logits_index
+            if not len(index):
+                return torch.empty((0, self.vocab_size), device=self.device)
+            hidden, addend = hidden[index], addend.at(index)
+        logits = self.head(step.add_norm(hidden, addend, self.norm))
         cap = self.config.logit_softcap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)

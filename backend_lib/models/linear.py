@@ -1,4 +1,4 @@
-"""Linear layers whose weights are kept in one of several formats. Activations are float32 in all of them."""
+"""Linear layers whose weights are kept in one of several formats."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ GROUP = 32  # inputs that share a scale in quantised weights
 # `int8` and `int4` are what they say; `auto` is 4 bits where that loses nothing, else 8.
 QUANTISED = ("auto", "int8", "int4")
 
-# x float32 [T, in] → float32 [T, out]
+# x [T, in] → [T, out], float32 on a CPU and the type of the weights on a GPU
 Linear = Callable[[torch.Tensor], torch.Tensor]
 
 
-class Fp32Linear:
-    """y = x Wᵀ + b, all float32."""
+class DenseLinear:
+    """y = x Wᵀ + b, all of one type."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self.weight = weight
@@ -28,8 +28,17 @@ class Fp32Linear:
         return F.linear(x, self.weight, self.bias)
 
 
+class DenseHead(DenseLinear):
+    """Logits are float32: in 16 bits many would be equal."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if x.is_cuda and x.dtype != torch.float32:
+            return torch.mm(x, self.weight.T, out_dtype=torch.float32)
+        return F.linear(x, self.weight).float()
+
+
 class Fp16Linear:
-    """Weights float16, packed for fbgemm; sums in float32. Half the memory traffic of `Fp32Linear`.
+    """Weights float16, packed for fbgemm; sums in float32. Half the memory traffic of `DenseLinear` in float32.
 
     Weights beyond float16's range (65,504) are clipped by the packing.
     """
@@ -48,7 +57,7 @@ def _quantised(weight: torch.Tensor, bias: torch.Tensor | None, weights: str) ->
 
 
 _FORMATS: dict[str, Callable[[torch.Tensor, torch.Tensor | None], Linear]] = {
-    "fp32": Fp32Linear,
+    "fp32": DenseLinear,
     "fp16": Fp16Linear,
     **{name: partial(_quantised, weights=name) for name in QUANTISED},
 }
@@ -83,7 +92,7 @@ def make_embedding(linear: Linear) -> Callable[[torch.Tensor], torch.Tensor]:
 
 @dataclass(frozen=True)
 class Embedding:
-    """Rows of `weight`, float32 or float16 [V, E], by int64 [T] ids, as float32 [T, E]."""
+    """Rows of `weight`, of any floating type, [V, E], by int64 [T] ids, as float32 [T, E]."""
 
     weight: torch.Tensor
 

@@ -6,37 +6,48 @@ import torch
 
 from backend_lib.checkpoint import Checkpoint, HashConfig
 from backend_lib.checkpoint.fields import source_named
-from backend_lib.config import Settings
+from backend_lib.config import PROMPT_LOGPROBS_PER_STEP, Settings
 from backend_lib.models.batch import Decoder
 from backend_lib.models.build import DecoderBuilder
 from backend_lib.models.decoder import TransformerDecoder
+from backend_lib.models.graphed import GraphedDecoder
 from backend_lib.models.hash_model import HashModel
-from backend_lib.models.linear import QUANTISED, has_vector_kernels
+from backend_lib.models.linear import QUANTISED
+from backend_lib.models.placement import Placement, place, step_maker
 from backend_lib.models.weights import open_tensors
 
 
-def load_decoder(checkpoint: Checkpoint, settings: Settings) -> Decoder:
-    """Raises ValueError naming a tensor or file that is missing, damaged or of the wrong shape."""
-    config = checkpoint.config
-    if isinstance(config, HashConfig):
-        return HashModel(config)
-    max_position = settings.max_model_len or config.max_position
-    with source_named(str(checkpoint.path)):
-        weights = weight_format(settings)
-        decoder = DecoderBuilder(config, open_tensors(checkpoint), weights, max_position).decoder()
-    return _compiled(decoder, settings) if weights in QUANTISED else decoder
+def load_decoder(checkpoint: Checkpoint, settings: Settings, placement: Placement | None = None) -> Decoder:
+    """`placement`: as `place(settings, checkpoint)` says, which is asked if it is not given.
 
-
-def weight_format(settings: Settings) -> str:
-    """The setting `weights`; `fp16` for `auto` where the CPU lacks instructions for less.
-
-    Raises ValueError when the setting asks for what the CPU lacks.
+    Raises ValueError naming a tensor or file that is missing, damaged or of the wrong shape, or a setting that this
+    machine cannot follow.
     """
-    if settings.weights not in QUANTISED or has_vector_kernels():
-        return settings.weights
-    if settings.weights == "auto":
-        return "fp16"
-    raise ValueError(f"parameter 'weights' is '{settings.weights}', which needs an x86-64 CPU with AVX2, FMA and F16C")
+    placement = placement or place(settings, checkpoint)
+    if isinstance(checkpoint.config, HashConfig):
+        return HashModel(checkpoint.config)
+    return _fast(build_decoder(checkpoint, settings, placement), placement, settings)
+
+
+def build_decoder(checkpoint: Checkpoint, settings: Settings, placement: Placement | None = None) -> TransformerDecoder:
+    """The decoder as its layers describe it, without what makes it fast. Arguments and errors are `load_decoder`'s."""
+    config = checkpoint.config
+    assert not isinstance(config, HashConfig)
+    placement = placement or place(settings, checkpoint)
+    max_position = settings.max_model_len or config.max_position
+    start_step = step_maker(placement, config, settings.max_running)
+    with source_named(str(checkpoint.path)):
+        return DecoderBuilder(config, open_tensors(checkpoint), placement, start_step, max_position).decoder()
+
+
+def _fast(decoder: TransformerDecoder, placement: Placement, settings: Settings) -> Decoder:
+    """What runs it without a call from Python for each operation, where there is such a thing."""
+    if placement.by_kernels:
+        return GraphedDecoder(
+            decoder, max_decodes=settings.max_running, max_prompt=settings.prefill_chunk,
+            max_logits=settings.max_running + PROMPT_LOGPROBS_PER_STEP,
+        )  # fmt: skip
+    return _compiled(decoder, settings) if placement.weights in QUANTISED else decoder
 
 
 def _compiled(decoder: TransformerDecoder, settings: Settings) -> Decoder:

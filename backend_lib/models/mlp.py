@@ -4,37 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 
 from backend_lib.models.linear import Linear
 
+if TYPE_CHECKING:
+    from backend_lib.models.decoder import Step
+
 # T tokens in the step · E hidden size · X experts · U experts that a token uses
 
-# float32 [T, E] → float32 [T, E]
-MLP = Callable[[torch.Tensor], torch.Tensor]
-Activation = Callable[[torch.Tensor], torch.Tensor]
-
-# By the names of `backend_lib.checkpoint.decoder_config.ACTIVATIONS`.
-ACTIVATIONS: dict[str, Activation] = {
-    "silu": F.silu,
-    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
-}
+# [T, E] → [T, E]
+MLP = Callable[[torch.Tensor, Any], torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
 class GatedMLP:
-    """down(activation(gate(x)) * up(x)); `gate_up` gives gate, then up."""
+    """down(activation(gate(x)) * up(x)); `gate_up` gives gate, then up. `activation` is one of
+    `backend_lib.checkpoint.decoder_config.ACTIVATIONS`."""
 
     gate_up: Linear
     down: Linear
-    activation: Activation
+    activation: str
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(self.activation(gate).mul_(up))
+    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        return self.down(step.gate(self.gate_up(x), self.activation))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,12 +47,8 @@ class MixtureOfExperts:
     used: int
     renormalised: bool
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        weights, chosen = F.linear(x, self.router).softmax(-1).topk(self.used, dim=-1)  # [T, U] each
+    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        weights, chosen = F.linear(x.float(), self.router).softmax(-1).topk(self.used, dim=-1)  # [T, U] each
         if self.renormalised:
             weights = weights / weights.sum(-1, keepdim=True)
-        out = torch.zeros_like(x)
-        for expert in chosen.unique().tolist():
-            token, place = (chosen == expert).nonzero(as_tuple=True)
-            out.index_add_(0, token, self.experts[expert](x[token]) * weights[token, place, None])
-        return out
+        return step.mix(x, weights, chosen, self)

@@ -19,9 +19,9 @@ class Rope:
             KV cache stays true; longrope's is chosen by this.
     """
 
-    def __init__(self, config: RopeConfig, max_position: int) -> None:
+    def __init__(self, config: RopeConfig, max_position: int, device: torch.device | None = None) -> None:
         self.half = config.dim // 2
-        self.frequencies = _frequencies(config, max_position)
+        self.frequencies = _frequencies(config, max_position).to(device or "cpu")
         self.magnitude = config.scaling.attention_factor if config.scaling else 1.0
 
     def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -29,9 +29,13 @@ class Rope:
 
         (a, b) turns to (a cos - b sin, b cos + a sin): the sign goes with the sine, so that a roll swaps the halves.
         """
-        angles = positions[:, None, None].float() * self.frequencies
-        cos, sin = angles.cos() * self.magnitude, angles.sin() * self.magnitude
+        cos, sin = (half[:, None] for half in self.halves(positions))
         return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
+
+    def halves(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosine and sine of int64 [T] positions, float32 [T, d / 2] each."""
+        angles = positions[:, None].float() * self.frequencies
+        return angles.cos() * self.magnitude, angles.sin() * self.magnitude
 
     def rotate_(self, heads: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> None:
         """Rotate the first d entries of float32 [T, heads, head_dim] in place."""

@@ -1,4 +1,4 @@
-"""How much memory a worker may still take."""
+"""How much memory of the host a worker may still take."""
 
 from __future__ import annotations
 

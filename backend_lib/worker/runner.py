@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -10,17 +9,19 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from backend_lib.models.batch import Decoder, ForwardBatch
-from backend_lib.worker.logprobs import logprob_rows, row_width
-from backend_lib.worker.sampler import Sampler, SamplingBatch
-from backend_lib.worker.scheduler import Chunk, Plan
+from backend_lib.models.batch import Decoder
+from backend_lib.models.graphed import GraphedDecoder
+from backend_lib.worker.device import Device, Exchange
+from backend_lib.worker.inputs import InputStage, StagedBatch
+from backend_lib.worker.logprobs import Logprobs, logprob_rows
+from backend_lib.worker.sampler import Sampler
+from backend_lib.worker.sampling import SamplingBatch, SamplingOperations
+from backend_lib.worker.scheduler import Plan
 from backend_lib.worker.sequence import Sequence
-
-POISON = -1  # what the relay table holds for a row that has sampled nothing yet
 
 
 class InlineStream:
-    """Work is done where it is launched: no overlap."""
+    """Work is launched where it is asked for: on a CPU that is to do it, on a GPU its own stream orders it."""
 
     def submit(self, work: Callable[[], Any]) -> Future:
         future: Future = Future()
@@ -42,6 +43,23 @@ class Results(NamedTuple):
     prompt_logprobs: list[tuple[Sequence, slice, np.ndarray]]
 
 
+class Fetched(NamedTuple):
+    """Results on their way: arrays that are filled once the step is done."""
+
+    token_ids: np.ndarray
+    logprobs: Records | None
+    prompt_logprobs: list[Records]
+
+
+class Records(NamedTuple):
+    ranks: np.ndarray
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+
+    def rows(self, width: int) -> np.ndarray:
+        return logprob_rows(*self, width)
+
+
 class Step:
     """A launched step. `forward` runs from the start; `sample` and `finalize` are called once each, in that order."""
 
@@ -50,162 +68,116 @@ class Step:
         self.sampled = [chunk.sequence for chunk in plan.chunks if chunk.samples]
         self._positions = [chunk.start + chunk.length for chunk in plan.chunks if chunk.samples]
         self._runner = runner
-        self._staged = StagedBatch(plan)
-        self._logits = runner.stream.submit(lambda: runner.forward(plan, self._staged))
+        self._exchange = runner.device.exchange()
+        with runner.device.launching():
+            self._staged = StagedBatch(plan, self._exchange.put, padded=runner.padded(plan.num_decodes))
+            self._exchange.send()
+            self._logits = runner.stream.submit(lambda: runner.forward(self._staged))
 
     def sample(self) -> None:
         """Launch the sampler, once the tokens before this step are known. On an ordered stream the logits are there
         when it runs."""
-        batch = SamplingBatch.of(self.sampled, self._positions, self._runner.vocab_size)
-        self._results = self._runner.stream.submit(
-            lambda: self._runner.sample(self._logits.result(), self.sampled, batch, self._staged.prompt_spans)
-        )
+        runner, exchange = self._runner, self._exchange
+        with runner.device.launching():
+            self._batch = runner.sampling_batch(self.sampled, self._positions, exchange)
+            exchange.send()
+            self._fetched = runner.stream.submit(
+                lambda: runner.sample(self._logits.result(), self._batch, self._staged, exchange)
+            )
 
     def finalize(self) -> Results:
         """Wait for the step; what it brings, in the order of `sampled`."""
-        return self._results.result()
+        fetched = self._fetched.result()
+        self._exchange.wait()
+        results = Results(fetched.token_ids.tolist(), self._records(fetched), self._prompt_records(fetched))
+        self._exchange.close()
+        return results
+
+    def _records(self, fetched: Fetched) -> list[tuple[Sequence, np.ndarray]]:
+        if fetched.logprobs is None:
+            return []
+        told = [self.sampled[place] for place in self._batch.told]
+        return list(zip(told, fetched.logprobs.rows(self._batch.logprob_width), strict=True))
+
+    def _prompt_records(self, fetched: Fetched) -> list[tuple[Sequence, slice, np.ndarray]]:
+        """A token's own are those of the one before it."""
+        return [
+            (span.sequence, slice(span.start + 1, span.stop + 1), records.rows(span.width))
+            for span, records in zip(self._staged.prompt_spans, fetched.prompt_logprobs, strict=True)
+        ]
 
 
 class Runner:
-    """Owns what lives on the device: KV pool, KV table, relay table, sampling rows.
+    """Owns what lives on the device: KV pool, KV table, the sampler's rows.
 
-    Only work on the stream touches them, so the order of launches is the order of reads and writes. Each step has CPU
-    arrays of its own, and none that was handed to the stream is changed.
+    Only work on the stream touches them, so the order of launches is the order of reads and writes. Each step has
+    arrays of its own (its `Exchange`), and none that was handed to the stream is changed before the step is over.
     """
 
     def __init__(
-        self, decoder: Decoder, *, kv_tokens: int, max_running: int, max_model_len: int,
-        device: torch.device, stream: Any,
+        self, decoder: Decoder, *, kv_tokens: int, max_running: int, max_model_len: int, device: Device, stream: Any,
+        operations: SamplingOperations, inputs: InputStage,
     ) -> None:  # fmt: skip
         self.stream = stream
+        self.device = device
         self._decoder = decoder
+        self._inputs = inputs
+        self._operations = operations
         self.vocab_size = decoder.vocab_size
         self._kv = decoder.allocate_kv(kv_tokens)
-        self._kv_table = torch.zeros((max_running + 1, max_model_len), dtype=torch.int32, device=device)
-        self._relay = torch.full((max_running + 1,), POISON, dtype=torch.int64, device=device)
-        self._sampler = Sampler(max_running + 1, device)
-        self._spare_row, self._spare_index = max_running, kv_tokens
+        where = device.torch_device
+        self._kv_table = torch.zeros((max_running + 1, max_model_len), dtype=torch.int32, device=where)
+        self.spare_row, self.spare_index = max_running, kv_tokens
+        self._kv_table[self.spare_row] = self.spare_index
+        self._sampler = Sampler(max_running + 1, where, operations)
+
+    def capture(self, max_rows: int) -> None:
+        """Make graphs of what has them, for up to so many rows."""
+        if isinstance(self._decoder, GraphedDecoder):
+            self._decoder.capture(self._kv, self._kv_table)
+            self._sampler.capture(self._decoder.logits, max_rows)
 
     def launch(self, plan: Plan) -> Step:
         return Step(self, plan)
 
+    def padded(self, num_decodes: int) -> int:
+        """How many decode rows a step is filled up to."""
+        return self._inputs.padded(num_decodes)
+
     @torch.inference_mode()
-    def forward(self, plan: Plan, staged: StagedBatch) -> torch.Tensor:
-        for sequence in plan.started:
-            self._start_row(sequence)
-        rows = torch.from_numpy(plan.rows)
-        positions = torch.from_numpy(plan.positions)
-        kv_index = torch.from_numpy(plan.kv_index)
-        self._kv_table[rows, positions] = kv_index.int()
-        decoded = self._relay[rows[: plan.num_decodes]]
-        assert plan.num_decodes == 0 or decoded.min() >= 0, "a row is decoded before its token was sampled"
-        batch = ForwardBatch(
-            input_ids=torch.cat([decoded, torch.from_numpy(staged.prompt_ids)]),
-            positions=positions,
-            kv_index=kv_index,
-            kv_table=self._kv_table,
-            rows=staged.rows,
-            query_lens=staged.query_lens,
-            kv_lens=staged.kv_lens,
-            logits_index=torch.from_numpy(staged.logits_index),
-        )
+    def forward(self, staged: StagedBatch) -> torch.Tensor:
+        """float32 logits [L + P, V]: those of the sequences that are sampled, and then those of the spans."""
+        if staged.started is not None:
+            self._sampler.start(staged.started, self.vocab_size)
+        for row, cached in staged.cached:
+            self._kv_table[row, : len(cached)] = cached
+        batch = self._inputs.stage(staged, self._sampler.relay, self._kv_table, self.spare_row, self.spare_index)
         return self._decoder.forward(batch, self._kv)
 
-    @torch.inference_mode()
-    def sample(
-        self, logits: torch.Tensor, sequences: list[Sequence], batch: SamplingBatch, spans: list[PromptSpan]
-    ) -> Results:
-        """`logits` are those of the sequences that are sampled, and then those of the spans."""
-        of_prompts = _prompt_logprobs(logits[len(sequences) :], spans)
-        if not sequences:
-            return Results([], [], of_prompts)
-        sampled = self._sampler.sample(logits[: len(sequences)], batch)
-        self._relay[batch.rows] = sampled.token_ids
-        told = [sequences[place] for place in batch.logprobs.tolist()]
-        records = [] if sampled.logprobs is None else list(zip(told, sampled.logprobs, strict=True))
-        return Results(sampled.token_ids.tolist(), records, of_prompts)
+    def sampling_batch(self, sequences: list[Sequence], positions: list[int], exchange: Exchange) -> SamplingBatch:
+        size = self._sampler.size_for(len(sequences))
+        return SamplingBatch.of(
+            sequences, positions, self.vocab_size, exchange.put, size=size, spare_row=self.spare_row
+        )
 
     @torch.inference_mode()
-    def warm_up(self, num_tokens: int) -> float:
-        """Run decode steps and prompts of `num_tokens` on the spare row and index, so that nothing is first later.
+    def sample(self, logits: torch.Tensor, batch: SamplingBatch, staged: StagedBatch, exchange: Exchange) -> Fetched:
+        count = len(batch.rows)
+        of_prompts = [_fetch(each, exchange) for each in self._prompt_logprobs(logits[count:], staged)]
+        token_ids, logprobs = self._sampler.sample(logits[:count], batch) if count else (batch.rows, None)
+        records = None if logprobs is None else _fetch(logprobs, exchange)
+        fetched = Fetched(exchange.fetch(token_ids), records, of_prompts)
+        exchange.launched()
+        return fetched
 
-        Returns the seconds that a token of such a prompt takes then.
-        """
-        self._kv_table[self._spare_row] = self._spare_index
-        for query_len in (num_tokens, 1, num_tokens):
-            started = time.perf_counter()
-            batch = ForwardBatch(
-                input_ids=torch.zeros(query_len, dtype=torch.int64),
-                positions=torch.arange(query_len),
-                kv_index=torch.full((query_len,), self._spare_index),
-                kv_table=self._kv_table,
-                rows=[self._spare_row],
-                query_lens=[query_len],
-                kv_lens=[query_len],
-                logits_index=torch.tensor([query_len - 1]),
-            )
-            self._decoder.forward(batch, self._kv)
-        return (time.perf_counter() - started) / num_tokens
-
-    def _start_row(self, sequence: Sequence) -> None:
-        self._sampler.set_row(sequence, self.vocab_size)
-        self._relay[sequence.row] = POISON
-        cached = sequence.cached_indices
-        self._kv_table[sequence.row, : len(cached)] = torch.from_numpy(cached)
+    def _prompt_logprobs(self, logits: torch.Tensor, staged: StagedBatch) -> list[Logprobs]:
+        found, at = [], 0
+        for span in staged.prompt_spans:
+            rows = logits[at : at + len(span.targets)]
+            found.append(self._operations.logprobs(rows, span.targets, span.width))
+            at += len(span.targets)
+        return found
 
 
-class PromptSpan(NamedTuple):
-    """Tokens of a prompt whose successors' log-probabilities are wanted: `start` up to `stop`, all but the last."""
-
-    sequence: Sequence
-    start: int
-    stop: int
-
-
-class StagedBatch:
-    """The plan as arrays: what a forward needs that is not on the device already.
-
-    Attributes:
-        prompt_ids: int64, ids of the step's tokens after the decode rows.
-        rows, query_lens, kv_lens: one per chunk.
-        logits_index: int64 [L + P], the last token of every chunk that samples, and then the tokens of the spans.
-        prompt_spans: of P tokens in all.
-    """
-
-    def __init__(self, plan: Plan) -> None:
-        prefills = plan.chunks[plan.num_decodes :]
-        self.prompt_ids = _known_ids(prefills)
-        self.rows = [chunk.sequence.row for chunk in plan.chunks]
-        self.query_lens = [chunk.length for chunk in plan.chunks]
-        self.kv_lens = [chunk.start + chunk.length for chunk in plan.chunks]
-        ends = np.cumsum(self.query_lens, dtype=np.int64) - 1
-        self.logits_index = ends[[chunk.samples for chunk in plan.chunks]] if prefills else ends
-        self.prompt_spans: list[PromptSpan] = []
-        for place, chunk in enumerate(prefills, start=plan.num_decodes):
-            self._add_span(chunk, int(ends[place]) - chunk.length + 1)
-
-    def _add_span(self, chunk: Chunk, at: int) -> None:
-        """`at`: where the chunk's first token stands in the step."""
-        stop = min(chunk.start + chunk.length, len(chunk.sequence.prompt_ids) - 1)
-        if chunk.sequence.prompt_logprobs is None or stop <= chunk.start:
-            return
-        self.prompt_spans.append(PromptSpan(chunk.sequence, chunk.start, stop))
-        self.logits_index = np.append(self.logits_index, np.arange(at, at + stop - chunk.start))
-
-
-def _prompt_logprobs(logits: torch.Tensor, spans: list[PromptSpan]) -> list[tuple[Sequence, slice, np.ndarray]]:
-    """From float32 [P, V] logits. A token's own are those of the one before it."""
-    records, at = [], 0
-    for sequence, start, stop in spans:
-        targets = torch.from_numpy(sequence.prompt_ids[start + 1 : stop + 1].astype(np.int64)).to(logits.device)
-        logprobs = logits[at : at + len(targets)].log_softmax(dim=-1)
-        assert sequence.prompt_logprobs is not None
-        rows = logprob_rows(logprobs, targets, row_width(sequence.prompt_logprobs))
-        records.append((sequence, slice(start + 1, stop + 1), rows))
-        at += len(targets)
-    return records
-
-
-def _known_ids(prefills: list[Chunk]) -> np.ndarray:
-    pieces = [chunk.sequence.known_ids(chunk.start, chunk.start + chunk.length) for chunk in prefills]
-    return np.concatenate(pieces).astype(np.int64) if pieces else np.empty(0, dtype=np.int64)
+def _fetch(logprobs: Logprobs, exchange: Exchange) -> Records:
+    return Records(*(exchange.fetch(each) for each in logprobs))

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from backend_lib.config import PROMPT_LOGPROBS_PER_STEP
 from backend_lib.request import FinishReason
 from backend_lib.worker.admission import OutputHistory, peak
 from backend_lib.worker.crash_points import reach
@@ -195,7 +196,7 @@ class Scheduler:
         """Plan as much of a prompt as token budget and memory allow; what is left of both."""
         left = sequence.known_len - sequence.num_computed
         keep = _first_decode(sequence)
-        length = min(budget, left, room - keep)
+        length = min(budget, left, room - keep, _told_budget(sequence, chunks))
         if length <= 0:
             return budget, room
         chunks.append(Chunk(sequence, sequence.num_computed, length, length == left))
@@ -308,6 +309,14 @@ def _wanted(sequence: Sequence) -> int:
 def _first_piece(sequence: Sequence) -> int:
     """KV indices for the least that a prompt, if it is one, can go on by."""
     return 1 + _first_decode(sequence) if sequence.prefilling else 0
+
+
+def _told_budget(sequence: Sequence, chunks: list[Chunk]) -> int:
+    """Tokens of its prompt that may be planned beside these chunks."""
+    if sequence.prompt_logprobs is None:
+        return sequence.known_len
+    told = sum(chunk.length for chunk in chunks if chunk.sequence.prompt_logprobs is not None)
+    return PROMPT_LOGPROBS_PER_STEP - told
 
 
 def _first_decode(sequence: Sequence) -> int:

@@ -16,9 +16,9 @@ from backend_lib.checkpoint import open_checkpoint
 from backend_lib.config import Settings
 from backend_lib.models import Decoder, build, load_decoder
 from backend_lib.models.decoder import TransformerDecoder
-from backend_lib.models.linear import QUANTISED, Fp16Linear, Fp32Linear, Linear
-from backend_lib.models.load import weight_format
+from backend_lib.models.linear import QUANTISED, DenseLinear, Fp16Linear, Linear
 from backend_lib.models.mlp import GatedMLP
+from backend_lib.models.placement import weight_format
 from backend_lib.models.threads import share_threads
 from benchmarks.formats.comparators import COMPARATORS, FbgemmInt8Linear, RoundedLinear
 from benchmarks.formats.divergence import Quality, Tally
@@ -134,7 +134,7 @@ def _linears(decoder: TransformerDecoder) -> list[Linear]:
 def _linear_bytes(linear: Any) -> int | None:
     if isinstance(linear, RoundedLinear):
         return None
-    if isinstance(linear, Fp32Linear):
+    if isinstance(linear, DenseLinear):
         return linear.weight.nbytes
     if isinstance(linear, Fp16Linear):
         return 2 * torch.ops.quantized.linear_unpack_fp16(linear.packed)[0].numel()

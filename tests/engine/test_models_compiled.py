@@ -15,13 +15,13 @@ import torch
 from backend_lib.checkpoint import open_checkpoint
 from backend_lib.config import Settings
 from backend_lib.models import Decoder, load_decoder
-from backend_lib.models.build import DecoderBuilder
 from backend_lib.models.compiled import CompiledDecoder, can_compile, half_type
 from backend_lib.models.decoder import Layer, TransformerDecoder
-from backend_lib.models.linear import Embedding, Fp16Linear, Fp32Linear
+from backend_lib.models.eager import EagerStep
+from backend_lib.models.linear import DenseLinear, Embedding, Fp16Linear
+from backend_lib.models.load import build_decoder
 from backend_lib.models.mlp import GatedMLP, MixtureOfExperts
 from backend_lib.models.quantised import LOSSLESS, QuantisedEmbedding, QuantisedLinear
-from backend_lib.models.weights import open_tensors
 from kernels.cpu.attention import PAIRS
 from kernels.cpu.matmul import GROUP
 from tests.support.checkpoints import make_tiny_llama
@@ -65,13 +65,10 @@ def load(path: Path, weights: str, dtype: str = "float32") -> Decoder:
 
 def quantised(path: Path, weights: str) -> TransformerDecoder:
     """The decoder before it is compiled."""
-    checkpoint = open_checkpoint(str(path))
-    return DecoderBuilder(
-        checkpoint.config, open_tensors(checkpoint), weights, checkpoint.config.max_position
-    ).decoder()
+    return build_decoder(open_checkpoint(str(path)), Settings(weights=weights))
 
 
-class RoundedLinear(Fp32Linear):
+class RoundedLinear(DenseLinear):
     """Activations are rounded to 127ths of the largest in each group of 32."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -84,7 +81,7 @@ class RoundedLinear(Fp32Linear):
 class Reference:
     """The eager decoder with the weights that a quantised one stands for, multiplied by `kind`."""
 
-    def __init__(self, kind: type[Fp32Linear]) -> None:
+    def __init__(self, kind: type[DenseLinear]) -> None:
         self.kind = kind
 
     def decoder(self, quantised: TransformerDecoder) -> TransformerDecoder:
@@ -93,10 +90,10 @@ class Reference:
             embedding = Embedding(self.linear(embedding.weight).weight)
         return TransformerDecoder(
             quantised.config, embedding=embedding, layers=[self.layer(layer) for layer in quantised.layers],
-            norm=quantised.norm, head=self.linear(quantised.head),
+            norm=quantised.norm, head=self.linear(quantised.head), start_step=EagerStep,
         )  # fmt: skip
 
-    def linear(self, linear: QuantisedLinear) -> Fp32Linear:
+    def linear(self, linear: QuantisedLinear) -> DenseLinear:
         weight = torch.from_numpy(unpacked(linear.packed, linear.bits, linear.outputs, linear.groups))
         return self.kind(weight, torch.from_numpy(linear.bias[: linear.outputs].copy()))
 
@@ -142,7 +139,7 @@ def test_logits(variant: str, weights: str, tmp_path: Path) -> None:
     path = make(tmp_path, variant)
     original = quantised(path, weights)
     rounded = logits_in_random_steps(Reference(RoundedLinear).decoder(original), SEQUENCES)
-    plain = logits_in_random_steps(Reference(Fp32Linear).decoder(original), SEQUENCES)
+    plain = logits_in_random_steps(Reference(DenseLinear).decoder(original), SEQUENCES)
     decoder = load(path, weights)
     assert isinstance(decoder, CompiledDecoder) == (variant not in WITH_EXPERTS)
     ours = logits_in_random_steps(decoder, SEQUENCES)
@@ -259,7 +256,7 @@ def test_auto_finds_what_was_rounded_before(kind: str, tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def smollm2() -> TransformerDecoder:
     checkpoint = open_checkpoint("smollm2")
-    return DecoderBuilder(checkpoint.config, open_tensors(checkpoint), "auto", 8192).decoder()
+    return build_decoder(checkpoint, Settings(weights="auto", max_model_len=8192))
 
 
 def test_smollm2_loses_nothing(smollm2: TransformerDecoder) -> None:
@@ -293,7 +290,7 @@ def test_smollm2_loses_what_rounding_loses(smollm2: TransformerDecoder) -> None:
     ]
     ids = [tokenizer.encode(text).ids for text in texts]
     plain, rounded = (
-        logits_in_random_steps(Reference(kind).decoder(smollm2), ids) for kind in (Fp32Linear, RoundedLinear)
+        logits_in_random_steps(Reference(kind).decoder(smollm2), ids) for kind in (DenseLinear, RoundedLinear)
     )
     cost, _ = difference(rounded, plain)
     assert cost < 0.1

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from backend_lib.checkpoint import HashConfig, open_checkpoint
 from backend_lib.config import Settings
-from backend_lib.models import ForwardBatch, load_decoder
+from backend_lib.models import load_decoder
 from backend_lib.models.hash_model import HashModel, expected_next
 from tests.support.checkpoints import hash_text, make_hash_checkpoint
-from tests.support.forward import ForwardDriver, generate, logits_in_random_steps
+from tests.support.forward import ForwardDriver, generate, logits_in_random_steps, make_batch
 
 VOCAB = 1000
 MODEL = HashModel(HashConfig(architecture="TandemHashModel", vocab_size=VOCAB, max_position=4096))
@@ -54,14 +54,5 @@ def test_a_spoiled_cache_shows(spoil: str) -> None:
 
 
 def test_a_step_without_logits() -> None:
-    batch = ForwardBatch(
-        input_ids=torch.tensor([1, 2]),
-        positions=torch.tensor([0, 1]),
-        kv_index=torch.tensor([0, 1]),
-        kv_table=torch.tensor([[0, 1]], dtype=torch.int32),
-        rows=[0],
-        query_lens=[2],
-        kv_lens=[2],
-        logits_index=torch.tensor([], dtype=torch.int64),
-    )
+    batch = make_batch([1, 2], [(0, 0), (0, 1)], torch.tensor([[0, 1]], dtype=torch.int32), [0], [2], [2])
     assert MODEL.forward(batch, MODEL.allocate_kv(2)).shape == (0, VOCAB)

@@ -12,9 +12,9 @@ from transformers import LlamaForCausalLM
 
 from backend_lib.checkpoint import open_checkpoint
 from backend_lib.config import Settings
-from backend_lib.models import Decoder, ForwardBatch, load_decoder
+from backend_lib.models import Decoder, load_decoder
 from tests.support.checkpoints import LLAMA3_ROPE, make_config_folder, make_tiny_gguf, make_tiny_llama
-from tests.support.forward import ForwardDriver, logits_in_random_steps
+from tests.support.forward import ForwardDriver, logits_in_random_steps, make_batch
 from tests.support.gguf_families import permuted
 
 VARIANTS = {
@@ -131,16 +131,7 @@ def test_gguf_quantisations_are_read(kind: str, tmp_path: Path) -> None:
 def test_a_step_without_logits(tmp_path: Path) -> None:
     for weights in ("fp32", "fp16"):
         decoder = load(make_tiny_llama(tmp_path), weights)
-        batch = ForwardBatch(
-            input_ids=torch.tensor([1, 2]),
-            positions=torch.tensor([0, 1]),
-            kv_index=torch.tensor([0, 1]),
-            kv_table=torch.tensor([[0, 1]], dtype=torch.int32),
-            rows=[0],
-            query_lens=[2],
-            kv_lens=[2],
-            logits_index=torch.tensor([], dtype=torch.int64),
-        )
+        batch = make_batch([1, 2], [(0, 0), (0, 1)], torch.tensor([[0, 1]], dtype=torch.int32), [0], [2], [2])
         assert decoder.forward(batch, decoder.allocate_kv(2)).shape == (0, 512)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from backend_lib.models import Decoder, ForwardBatch
+from backend_lib.models.batch import chunk_words
 
 
 class ForwardDriver:
@@ -51,16 +52,33 @@ class ForwardDriver:
             ids += self.ids[row][held : held + query_len]
             positions += [(row, position) for position in span]
             self.held[row] += query_len
-        return ForwardBatch(
-            input_ids=torch.tensor(ids),
-            positions=torch.tensor([position for _, position in positions]),
-            kv_index=torch.tensor([int(self.table[at]) for at in positions]),
-            kv_table=self.table,
-            rows=list(query_lens),
-            query_lens=list(query_lens.values()),
-            kv_lens=[self.held[row] for row in query_lens],
-            logits_index=torch.arange(len(ids)),
-        )
+        num_decodes = 0
+        while list(query_lens.values())[num_decodes : num_decodes + 1] == [1]:
+            num_decodes += 1
+        return make_batch(
+            ids, positions, self.table, [*query_lens], [*query_lens.values()], [self.held[row] for row in query_lens],
+            num_decodes=num_decodes, wanted=list(range(len(ids) - num_decodes)),
+        )  # fmt: skip
+
+
+def make_batch(
+    ids: Sequence[int], places: Sequence[tuple[int, int]], table: torch.Tensor, rows: list[int], query_lens: list[int],
+    kv_lens: list[int], *, num_decodes: int = 0, wanted: Sequence[int] = (),
+) -> ForwardBatch:  # fmt: skip
+    """`places`: row and position of each token. `wanted`: which tokens after the decode rows are given logits."""
+    return ForwardBatch(
+        input_ids=torch.tensor(ids),
+        token_rows=torch.tensor([row for row, _ in places]),
+        positions=torch.tensor([position for _, position in places]),
+        kv_index=torch.tensor([int(table[at]) for at in places]),
+        kv_table=table,
+        num_decodes=num_decodes,
+        prompt_logits_index=torch.tensor(wanted, dtype=torch.int64) if len(rows) > num_decodes else None,
+        chunks=torch.from_numpy(chunk_words(rows[num_decodes:], query_lens[num_decodes:], kv_lens[num_decodes:])),
+        rows=rows,
+        query_lens=query_lens,
+        kv_lens=kv_lens,
+    )
 
 
 def logits_in_random_steps(

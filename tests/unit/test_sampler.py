@@ -11,8 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backend_lib.arena import logprob_row
+from backend_lib.worker.eager_sampling import EagerSampling
 from backend_lib.worker.logit_rules import LogitRules
-from backend_lib.worker.sampler import Sampler, SamplingBatch
+from backend_lib.worker.logprobs import logprob_rows
+from backend_lib.worker.sampler import Sampler
+from backend_lib.worker.sampling import SamplingBatch, StartedRows
 from backend_lib.worker.sequence import Sequence
 from kernels.philox import gumbel_noise
 
@@ -35,9 +38,9 @@ def new_sequence(row: int = 0, rules: dict | None = None, **fields) -> Sequence:
 
 
 def sample(logits: torch.Tensor, sequences: list[Sequence], positions: list[int], num_rows: int = 8) -> list[int]:
-    sampler = Sampler(num_rows, CPU)
+    sampler = Sampler(num_rows, CPU, EagerSampling())
     for sequence in sequences:
-        sampler.set_row(sequence, V)
+        sampler.start(StartedRows.of([sequence]), V)
     return sampler.sample(logits.clone(), SamplingBatch.of(sequences, positions, V)).token_ids.tolist()
 
 
@@ -154,8 +157,8 @@ def test_tokens_come_as_often_as_they_should(fields: dict) -> None:
     logits = torch.randn(V, generator=torch.Generator().manual_seed(1)) * 1.5
     sequence = new_sequence(**{"temperature": 1.0, "seed": 1234} | fields)
     draws = []
-    sampler = Sampler(1, CPU)
-    sampler.set_row(sequence, V)
+    sampler = Sampler(1, CPU, EagerSampling())
+    sampler.start(StartedRows.of([sequence]), V)
     for start in range(0, 4000, 500):
         batch = SamplingBatch.of([sequence] * 500, list(range(start, start + 500)), V)
         draws += sampler.sample(logits.repeat(500, 1), batch).token_ids.tolist()
@@ -173,8 +176,8 @@ def test_top_p_keeps_the_fewest_tokens_that_reach_it(top_p: float, kept: int) ->
     logits = torch.tensor([0.5, 0.25, 0.125, 0.125]).log()  # powers of two: exact
     sequence = new_sequence(temperature=1.0, top_p=top_p)
     batch = SamplingBatch.of([sequence] * 400, list(range(400)), V)
-    sampler = Sampler(1, CPU)
-    sampler.set_row(sequence, V)
+    sampler = Sampler(1, CPU, EagerSampling())
+    sampler.start(StartedRows.of([sequence]), V)
     assert sorted(set(sampler.sample(logits.repeat(400, 1), batch).token_ids.tolist())) == list(range(kept))
 
 
@@ -190,11 +193,11 @@ def test_banned_tokens_are_not_drawn_however_likely(fields: dict) -> None:
 
 
 def test_a_row_that_changes_hands_keeps_nothing() -> None:
-    sampler = Sampler(1, CPU)
+    sampler = Sampler(1, CPU, EagerSampling())
     logits = torch.randn(1, V)
     for fields in ({"temperature": 2.0, "top_k": 3, "top_p": 0.1, "seed": 2**64 - 1, "sequence_index": 2}, {}):
         sequence = new_sequence(**fields)
-        sampler.set_row(sequence, V)
+        sampler.start(StartedRows.of([sequence]), V)
         found = sampler.sample(logits.clone(), SamplingBatch.of([sequence], [4], V)).token_ids.tolist()
         assert found == [reference(logits[0], sequence, 4)]
 
@@ -242,8 +245,8 @@ def test_in_which_order_logits_are_changed(rules: dict, values: dict[int, float]
 
 def test_a_sampled_token_is_counted_before_the_next_step() -> None:
     sequence = new_sequence(rules={"frequency_penalty": 1.0})
-    sampler = Sampler(1, CPU)
-    sampler.set_row(sequence, V)
+    sampler = Sampler(1, CPU, EagerSampling())
+    sampler.start(StartedRows.of([sequence]), V)
     logits = scores_of({5: 2.5, 6: 1.0})
     drawn = [
         sampler.sample(logits.clone(), SamplingBatch.of([sequence], [3 + step], V)).token_ids.item()
@@ -253,10 +256,10 @@ def test_a_sampled_token_is_counted_before_the_next_step() -> None:
 
 
 def test_counters_begin_anew_with_each_sequence_of_a_row() -> None:
-    sampler = Sampler(1, CPU)
+    sampler = Sampler(1, CPU, EagerSampling())
     for output_len, best in ((len(OUTPUT), 30), (0, 4)):
         sequence = new_sequence(rules={"frequency_penalty": 1.0}, output_len=output_len)
-        sampler.set_row(sequence, V)
+        sampler.start(StartedRows.of([sequence]), V)
         batch = SamplingBatch.of([sequence], [3 + output_len], V)
         assert sampler.sample(scores_of({4: 3.0, 30: 1.5}), batch).token_ids.tolist() == [best]
 
@@ -269,13 +272,14 @@ def test_logprobs_are_those_of_the_models_own_logits() -> None:
         new_sequence(1, rules={"logit_bias": [[9, 100.0]]}),
         new_sequence(2, logprobs=np.zeros(9, logprob_row(4)), rules={"logit_bias": [[9, 100.0]]}),
     ]
-    sampler = Sampler(3, CPU)
+    sampler = Sampler(3, CPU, EagerSampling())
     for sequence in sequences:
-        sampler.set_row(sequence, V)
+        sampler.start(StartedRows.of([sequence]), V)
     sampled = sampler.sample(logits.clone(), SamplingBatch.of(sequences, [3, 3, 3], V))
     expected = torch.log_softmax(logits, -1)
     assert sampled.token_ids[1:].tolist() == [9, 9]
-    for record, row in zip(sampled.logprobs, (0, 2), strict=True):
+    records = logprob_rows(*(each.numpy() for each in sampled.logprobs), 4)
+    for record, row in zip(records, (0, 2), strict=True):
         token = int(sampled.token_ids[row])
         order = expected[row].argsort(descending=True).tolist()
         assert record["token_ids"].tolist() == [token, *order[:3]]

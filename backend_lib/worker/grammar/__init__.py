@@ -16,7 +16,7 @@ xgrammar is imported by the first `submit`, in a thread of its own.
 """
 
 from backend_lib.worker.grammar.compiler import Compiled, GrammarCompiler
-from backend_lib.worker.grammar.mask import apply_masks, mask_width
+from backend_lib.worker.grammar.mask import apply_masks, mask_of, mask_width
 from backend_lib.worker.grammar.state import CompiledGrammar, GrammarState
 
-__all__ = ["Compiled", "CompiledGrammar", "GrammarCompiler", "GrammarState", "apply_masks", "mask_width"]
+__all__ = ["Compiled", "CompiledGrammar", "GrammarCompiler", "GrammarState", "apply_masks", "mask_of", "mask_width"]
