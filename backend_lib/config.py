@@ -12,6 +12,8 @@ from typing import Any
 
 # Keys that Triton or its Python backend reads from the same `parameters` block; they are not ours to judge.
 TRITON_KEYS = frozenset({"EXECUTION_ENV_PATH", "FORCE_CPU_ONLY_INPUT_TENSORS"})
+_DRIVER = Path("/dev/nvidiactl")
+
 # Prompt tokens of a step that may be given log-probabilities: each of them takes a row of logits.
 PROMPT_LOGPROBS_PER_STEP = 256
 
@@ -22,7 +24,7 @@ _BY_DEVICE = {"max_running": (32, 256), "memory_fraction": (0.5, 0.9), "prefill_
 def gpu_is_visible() -> bool:
     """Whether the NVIDIA driver shows this process a GPU. Whether torch can use it is the worker's to find out."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1", "none", "NoDevFiles")
-    return Path("/dev/nvidiactl").exists() and not hidden
+    return _DRIVER.exists() and not hidden
 
 
 def _choice(default: str, *others: str, help: str) -> Any:

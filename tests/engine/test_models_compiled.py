@@ -194,7 +194,7 @@ def test_only_some_logits_are_wanted(tmp_path: Path) -> None:
     expected = whole.step({rows[0]: 16})[rows[0]]
     batch = some._batch({rows[1]: 16})
     for wanted in ([15], [3, 0, 15], []):
-        part = dataclasses.replace(batch, logits_index=torch.tensor(wanted, dtype=torch.int64))
+        part = dataclasses.replace(batch, prompt_logits_index=torch.tensor(wanted, dtype=torch.int64))
         assert torch.equal(decoder.forward(part, some.kv), expected[wanted])
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from backend_lib import config
 from backend_lib.config import TRITON_KEYS, Settings, settings_table
 
 SPECS = {spec.name: spec for spec in fields(Settings)}
@@ -58,7 +59,8 @@ def test_numbers_keep_to_their_bounds(spec):
 @pytest.mark.parametrize("spec", NUMBERS, ids=lambda spec: spec.name)
 def test_auto_is_for_numbers_worked_out_when_the_model_loads(spec):
     if spec.default is None:
-        assert getattr(Settings.from_parameters({spec.name: "auto"}), spec.name) is None
+        given, left = Settings.from_parameters({spec.name: "auto"}), Settings()
+        assert getattr(given, spec.name) == getattr(left, spec.name)
         assert "or 'auto'" in error(**{spec.name: "x"})
     else:
         assert "auto" not in error(**{spec.name: "auto"}).partition(";")[2]
@@ -80,8 +82,29 @@ def test_an_empty_model_is_refused():
 def test_defaults_are_what_their_own_checks_allow():
     for spec in SPECS.values():
         written = "auto" if spec.default is None else str(spec.default)
-        assert getattr(Settings.from_parameters({spec.name: written}), spec.name) == spec.default
+        assert getattr(Settings.from_parameters({spec.name: written}), spec.name) == getattr(Settings(), spec.name)
         assert spec.metadata["help"]
+
+
+def test_what_a_gpu_gets_more_of(monkeypatch):
+    """By the setting `device`, or where the driver shows one that nobody hid."""
+
+    def sizes(**settings):
+        made = Settings(**settings)
+        return made.max_running, made.memory_fraction, made.prefill_chunk
+
+    on_cpu, on_gpu = (32, 0.5, 256), (256, 0.9, 4096)
+    assert sizes(device="cuda") == on_gpu and sizes(device="cpu") == sizes(device="interpret") == on_cpu
+    assert sizes(device="cuda", max_running=8) == (8, 0.9, 4096)
+    monkeypatch.setattr(config, "_DRIVER", Path("/dev/null"))
+    assert sizes() == on_gpu
+    for hidden in ("", "-1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        assert sizes() == on_cpu
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert sizes() == on_gpu
+    monkeypatch.setattr(config, "_DRIVER", Path("/dev/null/nothing"))
+    assert sizes() == on_cpu
 
 
 def test_settings_travel_as_json():
