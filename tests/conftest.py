@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import os
 
+# Triton's kernels run on CPU tensors, in its interpreter. Said before anything imports Triton, which reads it once.
+# Processes that compile kernels are started without it.
+os.environ["TRITON_INTERPRET"] = "1"
+
 from hypothesis import settings
 
 # In CI the same examples every time: what new random ones find belongs to a developer's run, not to whoever lands next.

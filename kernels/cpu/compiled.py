@@ -7,34 +7,16 @@ together from several files and for one CPU's instructions, so the folder is nam
 from __future__ import annotations
 
 import hashlib
-import os
-import stat
-import tempfile
 from pathlib import Path
 
 import numba
 
 from kernels.cpu.isa import features
+from kernels.private_folder import private_folder
 
 
 def _folder() -> Path:
-    """A folder for this user alone: in the user's cache, or else a temporary one. What is in it is run as code."""
-    for parent in (Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"), Path(tempfile.gettempdir())):
-        ours = parent / f"tandem-{os.getuid()}"
-        folder = ours / f"kernels-{_fingerprint()}"
-        try:
-            ours.mkdir(parents=True, exist_ok=True, mode=0o700)
-            folder.mkdir(exist_ok=True, mode=0o700)
-        except OSError:
-            continue
-        if _is_private(ours) and _is_private(folder) and os.access(folder, os.W_OK):
-            return folder
-    return Path(tempfile.mkdtemp(prefix="tandem-kernels-"))
-
-
-def _is_private(folder: Path) -> bool:
-    status = folder.lstat()
-    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
+    return private_folder(f"kernels-{_fingerprint()}")
 
 
 def _fingerprint() -> str:
