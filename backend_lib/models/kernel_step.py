@@ -28,12 +28,17 @@ class KernelWorkspace:
         plans: by window, how the decode rows' keys are divided among programs.
     """
 
-    def __init__(self, config: DecoderConfig, *, max_decodes: int, device: torch.device) -> None:
-        windows = {layer.window for layer in config.layers}
-        self.plans = {window: DecodePlan(
-            max_decodes, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim,
-            device=device,
-        ) for window in windows}  # fmt: skip
+    def __init__(
+        self, config: DecoderConfig, *, max_decodes: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        shape = config.num_heads, config.num_kv_heads, config.head_dim
+        multiprocessors = None if device.type == "cuda" else 1  # the interpreter runs one program after another
+        self.plans = {
+            window: DecodePlan.allocate(
+                max_decodes, shape, dtype=dtype, device=device, window=window, multiprocessors=multiprocessors
+            )
+            for window in {layer.window for layer in config.layers}
+        }
 
 
 class KernelStep:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from backend_lib.checkpoint import Checkpoint, HashConfig
+from backend_lib.checkpoint import Checkpoint, DecoderConfig, HashConfig
 from backend_lib.config import Settings
 from backend_lib.models.batch import ForwardBatch
 from backend_lib.models.decoder import Step
@@ -93,7 +93,7 @@ def weight_format(settings: Settings) -> str:
     raise ValueError(f"parameter 'weights' is '{settings.weights}', which needs an x86-64 CPU with AVX2, FMA and F16C")
 
 
-def step_maker(placement: Placement, config: object, max_decodes: int) -> Callable[[ForwardBatch], Step]:
+def step_maker(placement: Placement, config: DecoderConfig, max_decodes: int) -> Callable[[ForwardBatch], Step]:
     """What computes a step there. Triton is imported only for that: it takes 70 MiB."""
     if not placement.by_kernels:
         from backend_lib.models.eager import EagerStep
@@ -101,5 +101,5 @@ def step_maker(placement: Placement, config: object, max_decodes: int) -> Callab
         return EagerStep
     from backend_lib.models.kernel_step import KernelStep, KernelWorkspace
 
-    workspace = KernelWorkspace(config, max_decodes=max_decodes, device=placement.device)  # type: ignore[arg-type]
+    workspace = KernelWorkspace(config, max_decodes=max_decodes, dtype=placement.dtype, device=placement.device)
     return lambda batch: KernelStep(batch, workspace, placement.dtype)
