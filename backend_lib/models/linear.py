@@ -58,6 +58,7 @@ def _quantised(weight: torch.Tensor, bias: torch.Tensor | None, weights: str) ->
 
 _FORMATS: dict[str, Callable[[torch.Tensor, torch.Tensor | None], Linear]] = {
     "fp32": DenseLinear,
+    "dense": DenseLinear,  # of whatever type the weights are
     "fp16": Fp16Linear,
     **{name: partial(_quantised, weights=name) for name in QUANTISED},
 }
