@@ -6,17 +6,17 @@ Nothing here reads a value back, and what is launched depends on sizes alone, so
 from __future__ import annotations
 
 import torch
-from kernels.activation import gated
-from kernels.decode_attention import DecodePlan, decode_attention, plan_decode
-from kernels.heads import place_heads
-from kernels.norm import add_norm
-from kernels.prefill_attention import prefill_attention
 
 from backend_lib.checkpoint import DecoderConfig
 from backend_lib.models.batch import ForwardBatch
 from backend_lib.models.decoder import Addend, Attention, RMSNorm
 from backend_lib.models.mlp import MixtureOfExperts
 from backend_lib.models.rope import Rope
+from kernels.activation import gated
+from kernels.decode_attention import DecodePlan, decode_attention, plan_decode
+from kernels.heads import place_heads
+from kernels.norm import add_norm
+from kernels.prefill_attention import prefill_attention
 
 # T tokens in the step · n decode rows · E hidden size · H query heads · K key-value heads · D head_dim
 
@@ -28,9 +28,7 @@ class KernelWorkspace:
         plans: by window, how the decode rows' keys are divided among programs.
     """
 
-    def __init__(
-        self, config: DecoderConfig, *, max_decodes: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, config: DecoderConfig, *, max_decodes: int, dtype: torch.dtype, device: torch.device) -> None:
         shape = config.num_heads, config.num_kv_heads, config.head_dim
         multiprocessors = None if device.type == "cuda" else 1  # the interpreter runs one program after another
         self.plans = {

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,19 +18,46 @@ ALIGNMENT = 16
 BLOCK_BYTES = 1 << 20  # of a step's arrays at first; a step that needs more makes its block larger
 
 
-class CudaDevice:
-    """`guard` stands around launches: see `backend_lib.worker.waits`."""
+class Cuda:
+    """What is asked of torch.cuda; tests have a runtime of their own, which puts work off for as long as it may."""
 
-    def __init__(self, guard: Callable[[], AbstractContextManager[None]]) -> None:
+    def __init__(self) -> None:
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
+
+    def stream(self) -> Any:
+        return torch.cuda.Stream()
+
+    def event(self) -> Any:
+        return torch.cuda.Event()
+
+    def host_memory(self, num_bytes: int) -> torch.Tensor:
+        """Page-locked, so that a copy need not wait."""
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def device_memory(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+
+
+class CudaDevice:
+    """`guard` stands around launches: see `backend_lib.worker.waits`.
+
+    Attributes:
+        compute: the stream on which models are launched; the caller makes it torch's current one.
+    """
+
+    def __init__(self, guard: Callable[[], AbstractContextManager[None]], runtime: Any) -> None:
+        self.runtime = runtime
+        self.torch_device = runtime.torch_device
         self.launching = guard
-        # Streams of torch's pool may be the same one under two names, after 32 of them.
-        self.compute, self.upload, self.download = (torch.cuda.Stream() for _ in range(3))
-        torch.cuda.set_stream(self.compute)
+        self.compute, self.upload, self.download = (runtime.stream() for _ in range(3))
         self._free: list[Blocks] = []
 
     def exchange(self) -> CudaExchange:
-        return CudaExchange(self, self._free.pop() if self._free else Blocks(BLOCK_BYTES, self.torch_device))
+        return CudaExchange(self, self._free.pop() if self._free else Blocks(BLOCK_BYTES, self.runtime))
 
     def take_back(self, blocks: Blocks) -> None:
         self._free.append(blocks)
@@ -38,11 +66,11 @@ class CudaDevice:
 class Blocks:
     """Memory for one step: page-locked, and as much on the device."""
 
-    def __init__(self, num_bytes: int, device: torch.device) -> None:
-        self.host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-        self.device = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        self.results = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-        self.sent, self.launched, self.fetched = (torch.cuda.Event() for _ in range(3))
+    def __init__(self, num_bytes: int, runtime: Any) -> None:
+        self.host = runtime.host_memory(num_bytes)
+        self.device = runtime.device_memory(num_bytes)
+        self.results = runtime.host_memory(num_bytes)
+        self.sent, self.launched, self.fetched = (runtime.event() for _ in range(3))
 
 
 class CudaExchange:
@@ -52,12 +80,11 @@ class CudaExchange:
         self._device = device
         self._blocks = blocks
         self._used = self._sent = self._fetched = 0
-        self._kept: list[torch.Tensor] = []  # what a copy still reads: its memory must not be given to another
+        # What a copy or a kernel may still use: its memory must not be given to another.
+        self._kept: list[Any] = []
 
     def put(self, array: np.ndarray) -> torch.Tensor:
         source = torch.from_numpy(np.ascontiguousarray(array))
-        if not source.numel():
-            return torch.empty(source.shape, dtype=source.dtype, device=self._device.torch_device)
         start = self._room(source.nbytes)
         part = slice(start, start + source.nbytes)
         _typed(self._blocks.host[part], source).copy_(source)
@@ -66,32 +93,26 @@ class CudaExchange:
     def send(self) -> None:
         if self._sent == self._used:
             return
-        part, blocks = slice(self._sent, self._used), self._blocks
-        with torch.cuda.stream(self._device.upload):
-            blocks.device[part].copy_(blocks.host[part], non_blocking=True)
-            blocks.sent.record()
-        self._device.compute.wait_event(blocks.sent)
+        device, blocks, part = self._device, self._blocks, slice(self._sent, self._used)
+        device.runtime.copy(blocks.device[part], blocks.host[part], device.upload)
+        blocks.sent.record(device.upload)
+        device.compute.wait_event(blocks.sent)
         self._sent = self._used
 
     def fetch(self, tensor: torch.Tensor) -> np.ndarray:
-        tensor = tensor.contiguous()
-        start = self._fetched
-        self._fetched = _aligned(start + tensor.nbytes)
-        if self._fetched > len(self._blocks.results):
-            host = torch.empty_like(tensor, device="cpu", pin_memory=True)
-        else:
-            host = _typed(self._blocks.results[start : start + tensor.nbytes], tensor)
-        self._blocks.launched.record(self._device.compute)
-        self._device.download.wait_event(self._blocks.launched)
-        with torch.cuda.stream(self._device.download):
-            host.copy_(tensor, non_blocking=True)
-        self._kept += [tensor, host]
+        device, blocks, tensor = self._device, self._blocks, tensor.contiguous()
+        host = _typed(self._room_for_result(tensor.nbytes), tensor)
+        blocks.launched.record(device.compute)
+        device.download.wait_event(blocks.launched)
+        device.runtime.copy(host, tensor, device.download)
+        self._kept.append(tensor)
         return host.numpy()
 
     def launched(self) -> None:
-        self._blocks.launched.record(self._device.compute)
-        self._device.download.wait_event(self._blocks.launched)
-        self._blocks.fetched.record(self._device.download)
+        device, blocks = self._device, self._blocks
+        blocks.launched.record(device.compute)
+        device.download.wait_event(blocks.launched)
+        blocks.fetched.record(device.download)
 
     def wait(self) -> None:
         self._blocks.fetched.synchronize()
@@ -101,15 +122,24 @@ class CudaExchange:
         self._device.take_back(self._blocks)
 
     def _room(self, num_bytes: int) -> int:
-        """Where so many bytes go. What is in a block that is too small stays there, and goes when the step is over."""
+        """Where so many bytes go. A block that is too small is kept for what is in it until the step is over."""
         if self._used + num_bytes > len(self._blocks.host):
             self.send()
-            self._kept += [self._blocks.host, self._blocks.device, self._blocks.results]
-            self._blocks = Blocks(2 * (self._used + num_bytes), self._device.torch_device)
+            self._kept.append(self._blocks)
+            self._blocks = Blocks(2 * (self._used + num_bytes), self._device.runtime)
             self._used = self._sent = self._fetched = 0
         start = self._used
-        self._used = _aligned(start + num_bytes)
+        self._used = min(_aligned(start + num_bytes), len(self._blocks.host))
         return start
+
+    def _room_for_result(self, num_bytes: int) -> torch.Tensor:
+        start = self._fetched
+        if start + num_bytes > len(self._blocks.results):
+            extra: torch.Tensor = self._device.runtime.host_memory(num_bytes)
+            self._kept.append(extra)
+            return extra
+        self._fetched = min(_aligned(start + num_bytes), len(self._blocks.results))
+        return self._blocks.results[start : start + num_bytes]
 
 
 def _typed(octets: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -124,9 +124,11 @@ class _Parts(NamedTuple):
 def _device(placement: Placement, settings: Settings) -> Device:
     is_checked = settings.debug == "on"
     if placement.device.type == "cuda":
-        from backend_lib.worker.cuda import CudaDevice
+        from backend_lib.worker.cuda import Cuda, CudaDevice
 
-        return CudaDevice(cuda_guard if is_checked else no_guard)
+        device = CudaDevice(cuda_guard if is_checked else no_guard, Cuda())
+        torch.cuda.set_stream(device.compute)
+        return device
     return CpuDevice(cpu_guard if is_checked and placement.by_kernels else no_guard)
 
 

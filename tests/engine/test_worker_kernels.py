@@ -1,7 +1,7 @@
 """A real worker on the GPU's kernels, in Triton's interpreter, gives the tokens of the worker that computes in torch.
 
-Launches are checked to wait for nothing (`debug: on`), decode rows are filled up as for graphs, and memory is short, so that
-sequences pause and go on.
+Launches are checked to wait for nothing (`debug: on`), decode rows are filled up as for graphs, and memory is short, so
+that sequences pause and go on.
 """
 
 from __future__ import annotations
