@@ -52,6 +52,7 @@ class Specialisation(NamedTuple):
         signature: types of the arguments that are no constants, as Triton writes them: "*bf16", "i32", "fp32".
         unaligned: pointers and strides that need not be multiples of 16; all others are taken to be. Strides are the
             integers whose names contain "stride".
+        architectures: on which it is launched so.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Specialisation(NamedTuple):
     num_warps: int = 4
     num_stages: int = 2
     unaligned: tuple[str, ...] = ()
+    architectures: tuple[int, ...] = ARCHITECTURES
 
     @property
     def dtype(self) -> str:
@@ -169,6 +171,7 @@ def compile_all(
         for module in names
         for number in _selected(specialisations(module), dtype)
         for sm in architectures
+        if sm in specialisations(module)[number].architectures
     ]
     # Not by fork: this process may have threads by now.
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:

@@ -15,16 +15,20 @@ key-value head · I = T + n items at most · R rows of the table · P positions
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import triton
 import triton.language as tl
 
-from kernels.decode_plan import DecodePlan, plan_decode
+from kernels.compiling import Specialisation
+from kernels.decode_plan import DecodePlan, default_config, plan_decode
 from kernels.tuning import Config
 
 __all__ = ["DecodePlan", "decode_attention", "plan_decode", "reference_decode_attention"]
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+TORCH_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ITEMS_AT_ONCE = 16  # that a merging program reads
 
 
@@ -32,9 +36,11 @@ ITEMS_AT_ONCE = 16  # that a merging program reads
 def scores_base_2(products, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
     """From dot products to scores whose exponentials are to base 2. An exponential that overflows makes tanh 1."""
     if SOFTCAP is None:
-        return products * (SCALE * LOG2_E)
-    power = tl.exp2(products * (2 * SCALE / SOFTCAP * LOG2_E))
-    return SOFTCAP * LOG2_E - (2 * SOFTCAP * LOG2_E) / (power + 1)
+        scores = products * (SCALE * LOG2_E)
+    else:
+        power = tl.exp2(products * (2 * SCALE / SOFTCAP * LOG2_E))
+        scores = SOFTCAP * LOG2_E - (2 * SOFTCAP * LOG2_E) / (power + 1)
+    return scores
 
 
 @triton.jit(do_not_specialize_on_alignment=["rows"])
@@ -139,7 +145,7 @@ def decode_attention(
     items_kernel[(kv_heads, plan.target + num_rows)](
         query, query.stride(0), pool, kv_table, kv_table.stride(0), rows, plan.items, plan.num_items, plan.partial,
         plan.log_sums, **_item_constants(config, heads, kv_heads, head_dim, scale, softcap),
-        num_warps=config.num_warps,
+        num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     merge_kernel[(heads, num_rows)](
         plan.row_items, plan.partial, plan.log_sums, out, **_merge_constants(heads, head_dim)
@@ -166,6 +172,26 @@ def _item_constants(
 def _merge_constants(heads: int, head_dim: int) -> dict[str, int]:
     block = triton.next_power_of_2(head_dim)
     return {"HEADS": heads, "HEAD_DIM": head_dim, "BLOCK_I": ITEMS_AT_ONCE, "BLOCK_D": block}
+
+
+def serving() -> Iterator[Specialisation]:
+    for dtype, torch_dtype in TORCH_TYPES.items():
+        for heads, kv_heads, head_dim, softcap in (
+            (9, 3, 64, None), (32, 32, 96, None), (32, 8, 128, None), (8, 4, 256, 50.0), (16, 1, 256, None),
+        ):  # fmt: skip
+            config = default_config(head_dim, torch_dtype)
+            constants = _item_constants(config, heads, kv_heads, head_dim, head_dim**-0.5, softcap)
+            words = f"{dtype}, {heads} on {kv_heads} heads of {head_dim}" + ", soft cap" * (softcap is not None)
+            signature = {
+                "query": f"*{dtype}", "query_stride": "i32", "pool": f"*{dtype}", "kv_table": "*i32",
+                "table_stride": "i32", "rows": "*i64", "items": "*i32", "num_items": "*i32", "partial": "*fp32",
+                "log_sums": "*fp32",
+            }  # fmt: skip
+            yield Specialisation(words, items_kernel, signature, constants, config.num_warps, config.num_stages)
+        for head_dim in (64, 128, 256):
+            signature = {"row_items": "*i32", "partial": "*fp32", "log_sums": "*fp32", "out": f"*{dtype}"}
+            name = f"{dtype}, merge, heads of {head_dim}"
+            yield Specialisation(name, merge_kernel, signature, _merge_constants(32, head_dim))
 
 
 def reference_decode_attention(

@@ -10,6 +10,7 @@ most
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
@@ -17,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.compiling import Specialisation
 from kernels.tuning import Config, chosen
 
 
@@ -118,7 +120,9 @@ def default_config(head_dim: int, dtype: torch.dtype) -> Config:
     """Blocks: `N` tokens at once; `programs` of a multiprocessor, as many as its shared memory holds, about."""
     if dtype == torch.float32:
         return Config({"N": 16, "programs": 2}, num_warps=4, num_stages=3)
-    return Config({"N": 64 if head_dim <= 64 else 32, "programs": 3 if head_dim > 128 else 4}, 4, 3)
+    if head_dim <= 64:
+        return Config({"N": 32, "programs": 6}, num_warps=4, num_stages=4)
+    return Config({"N": 32, "programs": 4 if head_dim <= 128 else 3}, num_warps=4, num_stages=3)
 
 
 def candidates(head_dim: int) -> list[Config]:
@@ -139,15 +143,24 @@ def plan_decode(positions: torch.Tensor, plan: DecodePlan, *, window: int | None
     """
     assert window == plan.window and 0 < len(positions) <= len(plan.row_items)
     plan_kernel[(len(positions),)](
-        positions, len(positions), plan.items, plan.row_items, plan.num_items, **_plan_constants(plan)
-    )
+        positions, len(positions), plan.items, plan.row_items, plan.num_items,
+        **_constants(plan.window, plan.target, plan.config.blocks["N"], len(plan.row_items)),
+    )  # fmt: skip
 
 
-def _plan_constants(plan: DecodePlan) -> dict[str, int | None]:
+def _constants(window: int | None, target: int, block: int, max_rows: int) -> dict[str, int | None]:
     return {
-        "WINDOW": plan.window,
-        "TARGET": plan.target,
-        "BLOCK_N": plan.config.blocks["N"],
-        "MAX_ROWS": triton.next_power_of_2(len(plan.row_items)),
+        "WINDOW": window,
+        "TARGET": target,
+        "BLOCK_N": block,
+        "MAX_ROWS": triton.next_power_of_2(max_rows),
         "WIDTH": 128,
     }
+
+
+def serving() -> Iterator[Specialisation]:
+    ints = dict.fromkeys(("items", "row_items", "num_items"), "*i32")
+    for max_rows, window in ((256, None), (1024, 4096)):
+        constants = _constants(window, 66, 32, max_rows)
+        signature = {"positions": "*i64", "num_rows": "i32", **ints}
+        yield Specialisation(f"{max_rows} rows, window {window}", plan_kernel, signature, constants)

@@ -14,11 +14,15 @@ M rows of a block · N keys of a block · R rows of the table · P positions
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import product
+
 import torch
 import triton
 import triton.language as tl
 
-from kernels.decode_attention import reference_attend, scores_base_2
+from kernels.compiling import ARCHITECTURES, Specialisation
+from kernels.decode_attention import TORCH_TYPES, reference_attend, scores_base_2
 from kernels.tuning import Config, chosen
 
 
@@ -178,6 +182,7 @@ def prefill_attention(
     prefill_kernel[(blocks, kv_heads, len(chunks))](
         query, query.stride(0), pool, kv_table, kv_table.stride(0), chunks, out,
         **_constants(config, heads, kv_heads, head_dim, scale, softcap, window), num_warps=config.num_warps,
+        num_stages=config.num_stages,
     )  # fmt: skip
 
 
@@ -203,6 +208,23 @@ def _constants(
         "BLOCK_D": triton.next_power_of_2(head_dim),
         "STAGES": config.num_stages,
     }
+
+
+def serving() -> Iterator[Specialisation]:
+    for (dtype, torch_dtype), architecture in product(TORCH_TYPES.items(), ARCHITECTURES):
+        for heads, kv_heads, head_dim, softcap, window in (
+            (9, 3, 64, None, None), (32, 32, 96, None, 2047), (32, 8, 128, None, None), (8, 4, 256, 50.0, 4096),
+        ):  # fmt: skip
+            config = default_config(head_dim, torch_dtype, architecture)
+            words = f"{dtype}, {heads} on {kv_heads} heads of {head_dim}, window {window}, sm_{architecture}"
+            signature = {
+                "query": f"*{dtype}", "query_stride": "i32", "pool": f"*{dtype}", "kv_table": "*i32",
+                "table_stride": "i32", "chunks": "*i32", "out": f"*{dtype}",
+            }  # fmt: skip
+            constants = _constants(config, heads, kv_heads, head_dim, head_dim**-0.5, softcap, window)
+            yield Specialisation(
+                words, prefill_kernel, signature, constants, *config[1:], architectures=(architecture,)
+            )
 
 
 def reference_prefill_attention(

@@ -156,12 +156,12 @@ def test_a_row_has_the_same_bits_in_any_place_and_company_if_it_is_cut_alike() -
 
 
 def test_one_very_long_row_and_a_pool_of_more_than_31_bits() -> None:
-    """Few tokens, at the far end of the pool, stand for many."""
+    """Few tokens, at the far end of the pool, stand for many. The items' highest scores rise along the row."""
     torch.manual_seed(0)
     size = (1 << 31) // (2 * 64) + 100
     pool = torch.empty(size, 2, 1, 64, dtype=torch.float16)  # memory that is never touched takes none
-    pool[-64:] = torch.randn(64, 2, 1, 64)
-    table = torch.randint(size - 64, size, (2, 1 << 17), dtype=torch.int32)
+    pool[-64:] = torch.randn(64, 2, 1, 64) * torch.arange(1, 65)[:, None, None, None] ** 0.5 / 8
+    table = (size - 64 + torch.arange(1 << 17) // (1 << 11)).expand(2, -1).int()
     query = queries(2, 4, 1, 64, torch.float16)
     plan = allocate(2, (4, 1, 64), torch.float16, programs=40, block=2048)
     rows, positions = torch.tensor([1, 0]), torch.tensor([(1 << 17) - 1, 0])

@@ -16,11 +16,12 @@ chunk = st.tuples(
 
 @given(
     parts=st.lists(chunk, min_size=1, max_size=3), group=st.sampled_from([1, 2, 3, 4, 7, 16]),
-    kv_heads=st.integers(1, 2), head_dim=st.sampled_from([16, 64, 80]), dtype=st.sampled_from([torch.float16, torch.float32]),
-    window=st.sampled_from([None, None, 1, 9, 16, 40, 100]), softcap=st.sampled_from([None, 2.0, 50.0]),
-    blocks=st.sampled_from([(16, 16), (64, 16), (32, 32)]), longer=st.integers(0, 70), seed=st.integers(0, 1 << 30),
+    kv_heads=st.integers(1, 2), head_dim=st.sampled_from([16, 64, 80]),
+    dtype=st.sampled_from([torch.float16, torch.float32]), window=st.sampled_from([None, None, 1, 9, 16, 40, 100]),
+    softcap=st.sampled_from([None, 2.0, 50.0]), blocks=st.sampled_from([(16, 16), (64, 16), (32, 32)]),
+    longer=st.integers(0, 70), seed=st.integers(0, 1 << 30),
 )  # fmt: skip
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_like_the_reference(
     parts: list[tuple[int, int]], group: int, kv_heads: int, head_dim: int, dtype: torch.dtype, window: int | None,
     softcap: float | None, blocks: tuple[int, int], longer: int, seed: int,
