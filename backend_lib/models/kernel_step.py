@@ -5,6 +5,8 @@ Nothing here reads a value back, and what is launched depends on sizes alone, so
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from backend_lib.checkpoint import DecoderConfig
@@ -68,7 +70,11 @@ class KernelStep:
         out = torch.empty(
             (len(heads), attention.num_heads * attention.head_dim), dtype=heads.dtype, device=heads.device
         )
-        how = {"scale": attention.scores.scale, "softcap": attention.scores.softcap, "window": attention.window}
+        how: dict[str, Any] = {
+            "scale": attention.scores.scale,
+            "softcap": attention.scores.softcap,
+            "window": attention.window,
+        }
         if n:
             rows, positions = batch.token_rows[:n], batch.positions[:n]
             plan = self._plan(attention.window, positions)
