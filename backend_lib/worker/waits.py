@@ -21,6 +21,8 @@ _WAITING = frozenset(
     for overload in (getattr(packet, name) for name in packet.overloads())
 )  # fmt: skip
 
+_INDEXING = frozenset((_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default))
+
 
 def no_guard() -> AbstractContextManager[None]:
     return nullcontext()
@@ -45,9 +47,13 @@ def cpu_guard() -> Iterator[None]:
 
 class _NoWaits(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        has_mask = func is _aten.index.Tensor and any(
-            index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
-        )
-        if func in _WAITING or has_mask:
+        kwargs = kwargs or {}
+        counts = func is _aten.repeat_interleave.Tensor and kwargs.get("output_size") is None
+        if func in _WAITING or counts or (func in _INDEXING and any(map(_is_mask, args[1]))):
             raise RuntimeError(f"{func} would wait for the device")
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _is_mask(index: torch.Tensor | None) -> bool:
+    """How many tokens it chooses is known to the device alone."""
+    return index is not None and index.dtype in (torch.bool, torch.uint8)

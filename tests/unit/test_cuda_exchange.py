@@ -89,8 +89,8 @@ def test_two_blocks_serve_all_steps() -> None:
 
 @pytest.mark.parametrize("what", ["reuse", "upload", "download", "wait"])
 def test_nothing_of_the_order_can_be_left_out(what: str, monkeypatch) -> None:
-    """Blocks given back early; computing that does not wait for uploads, downloads that do not wait for computing, a loop
-    that does not wait for downloads."""
+    """Blocks given back early; computing that does not wait for uploads, downloads not for computing, and a loop
+    not for downloads."""
     if what == "reuse":
         make = CudaDevice.exchange
 
