@@ -11,7 +11,7 @@ from backend_lib.models.batch import ForwardBatch
 from backend_lib.models.decoder import Attention, HeadNorm, Layer, RMSNorm, Scores, Step, TransformerDecoder
 from backend_lib.models.linear import DenseHead, Embedding, Linear, is_quantised, make_embedding, make_linear
 from backend_lib.models.memory import give_back_free_memory
-from backend_lib.models.mlp import MLP, GatedMLP, MixtureOfExperts
+from backend_lib.models.mlp import MLP, GatedMLP, MixtureOfExperts, StackedExperts
 from backend_lib.models.placement import Placement
 from backend_lib.models.rope import Rope
 from backend_lib.models.weights import TensorSource
@@ -119,9 +119,12 @@ class DecoderBuilder:
         )
 
     def _mixture(self, name: str, experts: ExpertsConfig) -> MixtureOfExperts:
+        inner = experts.intermediate_size
         return MixtureOfExperts(
             router=self._read(f"{name}.ffn_gate_inp.weight", (experts.count, self.config.hidden_size)),
-            experts=[self._expert(name, expert, experts.intermediate_size) for expert in range(experts.count)],
+            experts=self._stacked(name, experts)
+            if self.weights == "dense"
+            else [self._expert(name, expert, inner) for expert in range(experts.count)],
             used=experts.used,
             renormalised=experts.renormalised,
         )
@@ -134,6 +137,19 @@ class DecoderBuilder:
             down=self._linear([f"{name}.ffn_down_exps"], [hidden], inner, bias=False, expert=expert),
             activation=self.config.activation,
         )
+
+    def _stacked(self, name: str, experts: ExpertsConfig) -> StackedExperts:
+        inner, hidden, dtype = experts.intermediate_size, self.config.hidden_size, self.placement.dtype
+        names = [f"{name}.ffn_{part}_exps.weight" for part in ("gate", "up", "down")]
+        for each, shape in zip(names, ((inner, hidden), (inner, hidden), (hidden, inner)), strict=True):
+            self.tensors.check(each, shape, expert=0)
+        gate_up = self._empty((experts.count, 2 * inner, hidden), dtype)
+        down = self._empty((experts.count, hidden, inner), dtype)
+        for expert in range(experts.count):
+            parts = (*gate_up[expert].chunk(2), down[expert])
+            for part, each in zip(parts, names, strict=True):
+                self.tensors.read_into(part, each, expert)
+        return StackedExperts(gate_up, down, self.config.activation)
 
     def _norm(self, name: str) -> RMSNorm:
         return RMSNorm(weight=self._norm_weight(name, self.config.hidden_size), eps=self.config.rms_norm_eps)

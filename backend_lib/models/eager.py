@@ -54,10 +54,11 @@ class EagerStep:
     def mix(
         self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, mixture: MixtureOfExperts
     ) -> torch.Tensor:
-        out = torch.zeros_like(x)
+        out, experts = torch.zeros_like(x), mixture.experts
+        assert isinstance(experts, list)
         for expert in chosen.unique().tolist():
             token, place = (chosen == expert).nonzero(as_tuple=True)
-            out.index_add_(0, token, mixture.experts[expert](x[token], self) * weights[token, place, None])
+            out.index_add_(0, token, experts[expert](x[token], self) * weights[token, place, None])
         return out
 
     def _rotation(self, rope: Rope) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,10 +12,12 @@ import torch
 from backend_lib.checkpoint import DecoderConfig
 from backend_lib.models.batch import ForwardBatch
 from backend_lib.models.decoder import Addend, Attention, RMSNorm
-from backend_lib.models.mlp import MixtureOfExperts
+from backend_lib.models.mlp import MixtureOfExperts, StackedExperts
 from backend_lib.models.rope import Rope
 from kernels.activation import gated
 from kernels.decode_attention import DecodePlan, decode_attention, plan_decode
+from kernels.experts import Workspace as ExpertsWorkspace
+from kernels.experts import experts as run_experts
 from kernels.heads import place_heads
 from kernels.norm import add_norm
 from kernels.prefill_attention import prefill_attention
@@ -28,9 +30,12 @@ class KernelWorkspace:
 
     Attributes:
         plans: by window, how the decode rows' keys are divided among programs.
+        experts: room for what lies between the products of a mixture of experts.
     """
 
-    def __init__(self, config: DecoderConfig, *, max_decodes: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, config: DecoderConfig, *, max_decodes: int, max_tokens: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         shape = config.num_heads, config.num_kv_heads, config.head_dim
         multiprocessors = None if device.type == "cuda" else 1  # the interpreter runs one program after another
         self.plans = {
@@ -39,6 +44,17 @@ class KernelWorkspace:
             )
             for window in {layer.window for layer in config.layers}
         }
+        self.experts = _room_for_experts(config, max_tokens, dtype, device) if config.experts else None
+
+
+def _room_for_experts(
+    config: DecoderConfig, max_tokens: int, dtype: torch.dtype, device: torch.device
+) -> ExpertsWorkspace:
+    assert config.experts is not None
+    return ExpertsWorkspace.allocate(
+        max_tokens=max_tokens, used=config.experts.used, num_experts=config.experts.count,
+        hidden_size=config.hidden_size, intermediate_size=config.experts.intermediate_size, dtype=dtype, device=device,
+    )  # fmt: skip
 
 
 class KernelStep:
@@ -92,7 +108,13 @@ class KernelStep:
     def mix(
         self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, mixture: MixtureOfExperts
     ) -> torch.Tensor:
-        raise NotImplementedError
+        experts, workspace = mixture.experts, self._workspace.experts
+        assert isinstance(experts, StackedExperts) and workspace is not None
+        out = torch.empty_like(x)
+        run_experts(
+            x, chosen, weights, experts.gate_up, experts.down, kind=experts.activation, workspace=workspace, out=out
+        )
+        return out
 
     def _rotation(self, rope: Rope) -> tuple[torch.Tensor, torch.Tensor]:
         if rope not in self._rotations:

@@ -35,7 +35,7 @@ def build_decoder(checkpoint: Checkpoint, settings: Settings, placement: Placeme
     assert not isinstance(config, HashConfig)
     placement = placement or place(settings, checkpoint)
     max_position = settings.max_model_len or config.max_position
-    start_step = step_maker(placement, config, settings.max_running)
+    start_step = step_maker(placement, config, settings)
     with source_named(str(checkpoint.path)):
         return DecoderBuilder(config, open_tensors(checkpoint), placement, start_step, max_position).decoder()
 

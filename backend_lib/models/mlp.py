@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,7 @@ from backend_lib.models.linear import Linear
 if TYPE_CHECKING:
     from backend_lib.models.decoder import Step
 
-# T tokens in the step · E hidden size · X experts · U experts that a token uses
+# T tokens in the step · E hidden size · I inner size · X experts · U experts that a token uses
 
 # [T, E] → [T, E]
 MLP = Callable[[torch.Tensor, Any], torch.Tensor]
@@ -33,6 +33,19 @@ class GatedMLP:
         return self.down(step.gate(self.gate_up(x), self.activation))
 
 
+class StackedExperts(NamedTuple):
+    """Experts of dense weights, side by side as kernels take them.
+
+    Attributes:
+        gate_up: [X, 2I, E], gate, then up.
+        down: [X, E, I].
+    """
+
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    activation: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class MixtureOfExperts:
     """Each token goes through the `used` experts that the router rates highest (Shazeer et al., 2017).
@@ -43,7 +56,7 @@ class MixtureOfExperts:
     """
 
     router: torch.Tensor
-    experts: list[GatedMLP]
+    experts: list[GatedMLP] | StackedExperts
     used: int
     renormalised: bool
 

@@ -93,7 +93,7 @@ def weight_format(settings: Settings) -> str:
     raise ValueError(f"parameter 'weights' is '{settings.weights}', which needs an x86-64 CPU with AVX2, FMA and F16C")
 
 
-def step_maker(placement: Placement, config: DecoderConfig, max_decodes: int) -> Callable[[ForwardBatch], Step]:
+def step_maker(placement: Placement, config: DecoderConfig, settings: Settings) -> Callable[[ForwardBatch], Step]:
     """What computes a step there. Triton is imported only for that: it takes 70 MiB."""
     if not placement.by_kernels:
         from backend_lib.models.eager import EagerStep
@@ -101,5 +101,8 @@ def step_maker(placement: Placement, config: DecoderConfig, max_decodes: int) ->
         return EagerStep
     from backend_lib.models.kernel_step import KernelStep, KernelWorkspace
 
-    workspace = KernelWorkspace(config, max_decodes=max_decodes, dtype=placement.dtype, device=placement.device)
+    workspace = KernelWorkspace(
+        config, max_decodes=settings.max_running, max_tokens=settings.max_running + settings.prefill_chunk,
+        dtype=placement.dtype, device=placement.device,
+    )  # fmt: skip
     return lambda batch: KernelStep(batch, workspace, placement.dtype)

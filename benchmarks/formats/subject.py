@@ -125,7 +125,7 @@ def read_bytes(decoder: Any) -> int | None:
 def _linears(decoder: TransformerDecoder) -> list[Linear]:
     linears = [decoder.head]
     for layer in decoder.layers:
-        gated = [layer.mlp] if isinstance(layer.mlp, GatedMLP) else layer.mlp.experts
+        gated = [layer.mlp] if isinstance(layer.mlp, GatedMLP) else list(layer.mlp.experts)
         linears += [layer.attention.qkv, layer.attention.output]
         linears += [linear for each in gated for linear in (each.gate_up, each.down)]
     return linears
