@@ -42,12 +42,7 @@ def table(rows: list[Row]) -> str:
 
 def _line(group: list[Row]) -> list[str]:
     first = group[0]
-    used = ", ".join(
-        f"sm_{row.sm}: {row.instructions[kind]} {kind}"
-        for row in group
-        for kind in _PRODUCTS
-        if kind in row.instructions
-    )
+    used = ", ".join(dict.fromkeys(kind for row in group for kind in _PRODUCTS if kind in row.instructions))
     name = first.module.removeprefix("kernels.")
     return [name, first.name, str(first.num_warps), str(first.num_stages), *map(_figures, group), used]
 
