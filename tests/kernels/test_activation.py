@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backend_lib.models.mlp import ACTIVATIONS
+from backend_lib.models.eager import ACTIVATIONS
 from kernels import activation
 from kernels.activation import KINDS, gated, reference_gated
 from kernels.tuning import Config
