@@ -16,7 +16,7 @@ from kernels.compiling import Specialisation
 from kernels.tuning import Config, chosen
 
 
-@triton.jit(do_not_specialize=["eps"])
+@triton.jit(do_not_specialize=["eps"], do_not_specialize_on_alignment=["kv_index"])
 def _place_heads_kernel(
     qkv, pool, kv_index, norm_weight, cos, sin, eps, token_stride,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HAS_NORM: tl.constexpr,
