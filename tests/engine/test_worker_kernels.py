@@ -76,7 +76,7 @@ def _rounded(row: dict[str, Any]) -> dict[str, Any]:
     return {token: (entry["rank"], pytest.approx(entry["logprob"], abs=1e-4)) for token, entry in row.items()}
 
 
-@pytest.mark.parametrize("overlap", ["off", "on"])
+@pytest.mark.parametrize("overlap", [pytest.param("off", marks=pytest.mark.long), "on"])
 def test_the_same_tokens(folder: Path, expected, overlap: str) -> None:
     asked = asks()
     settings = {"max_running": 6, "prefill_chunk": 7, "kv_tokens": 90, "dtype": "float32", "debug": "on"}
@@ -84,9 +84,11 @@ def test_the_same_tokens(folder: Path, expected, overlap: str) -> None:
         for ask in asked:
             router.submit(ask.inbound())
         check(asked, expected)
+        assert router._arena.status(0, 0).load.pauses > 0
         assert_level(router)
 
 
+@pytest.mark.long
 def test_another_worker_goes_on(folder: Path, expected) -> None:
     asked = asks()
     with running_router(folder, device="interpret", dtype="float32", max_running=8) as router:
