@@ -16,7 +16,7 @@ from kernels.compiling import Specialisation
 from kernels.tuning import Config, chosen
 
 
-@triton.jit(do_not_specialize=["eps"])
+@triton.jit(do_not_specialize=["eps"], do_not_specialize_on_alignment=["kv_index"])
 def _place_heads_kernel(
     qkv, pool, kv_index, norm_weight, cos, sin, eps, token_stride,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HAS_NORM: tl.constexpr,
@@ -151,4 +151,6 @@ def _specialisation(dtype: str, shape: tuple[int, int, int, int], *, has_norm: b
     heads, kv_heads, head_dim, half = shape
     words = f"{dtype}, {heads} + {kv_heads} heads of {head_dim}, {2 * half} rotated" + ", normed" * has_norm
     constexprs = {**constants, **absent, "HAS_NORM": has_norm}
-    return Specialisation(words, _place_heads_kernel, signature, constexprs, config.num_warps, config.num_stages)
+    return Specialisation(
+        words, _place_heads_kernel, signature, constexprs, config.num_warps, config.num_stages, ("kv_index",)
+    )

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
-from backend_lib.models.batch import ForwardBatch, chunk_words
+from backend_lib.models.batch import CHUNK_WORDS, ForwardBatch, chunk_words
 from backend_lib.worker.device import Put
 from backend_lib.worker.logprobs import row_width
 from backend_lib.worker.sampling import StartedRows
@@ -15,6 +15,9 @@ from backend_lib.worker.scheduler import Chunk, Plan
 from backend_lib.worker.sequence import Sequence
 
 # T tokens in the step · n decode rows · S sequences · L that sample · P tokens of spans
+
+_NO_IDS = torch.empty(0, dtype=torch.int64)
+_NO_CHUNKS = torch.empty((0, CHUNK_WORDS), dtype=torch.int32)
 
 
 class PromptSpan(NamedTuple):
@@ -31,7 +34,7 @@ class PromptSpan(NamedTuple):
 
 
 class StagedBatch:
-    """What a forward needs that is not on the device already. Tensors are there, lists in host memory.
+    """What a forward needs that is not on the device already. Tensors are there, unless they are empty; lists in host memory.
 
     Attributes:
         num_decodes, padded: n, and how many rows they are filled up to.
@@ -56,10 +59,12 @@ class StagedBatch:
         self.started = StartedRows.of(plan.started, put) if plan.started else None
         self.cached = [(each.row, put(each.cached_indices)) for each in plan.started if len(each.cached_indices)]
         self.prompt_spans: list[PromptSpan] = []
-        n = self.num_decodes
-        self.prompt_ids = put(_known_ids(prefills))
-        self.chunks = put(chunk_words(self.rows[n:], self.query_lens[n:], self.kv_lens[n:]))
-        self.prompt_logits_index = put(self._logits_index(prefills, put)) if prefills else None
+        self.prompt_ids, self.chunks, self.prompt_logits_index = _NO_IDS, _NO_CHUNKS, None
+        if prefills:
+            n = self.num_decodes
+            self.prompt_ids = put(_known_ids(prefills))
+            self.chunks = put(chunk_words(self.rows[n:], self.query_lens[n:], self.kv_lens[n:]))
+            self.prompt_logits_index = put(self._logits_index(prefills, put))
 
     def _logits_index(self, prefills: list[Chunk], put: Put) -> np.ndarray:
         ends = np.cumsum([chunk.length for chunk in prefills], dtype=np.int64)
@@ -83,7 +88,7 @@ def _span(chunk: Chunk, put: Put) -> PromptSpan | None:
 
 def _known_ids(prefills: list[Chunk]) -> np.ndarray:
     pieces = [chunk.sequence.known_ids(chunk.start, chunk.start + chunk.length) for chunk in prefills]
-    return np.concatenate(pieces).astype(np.int64) if pieces else np.empty(0, dtype=np.int64)
+    return np.concatenate(pieces).astype(np.int64)
 
 
 class InputStage(Protocol):

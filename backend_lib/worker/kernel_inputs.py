@@ -23,9 +23,10 @@ class StaticInputs:
     def stage(
         self, staged: StagedBatch, relay: torch.Tensor, kv_table: torch.Tensor, spare_row: int, spare_index: int
     ) -> ForwardBatch:
-        inputs = self._decoder.inputs.part(0, staged.padded + len(staged.prompt_ids))
+        prompt_ids = staged.prompt_ids if len(staged.prompt_ids) else relay[:0]  # on the device
+        inputs = self._decoder.inputs.part(0, staged.padded + len(prompt_ids))
         stage_inputs(
-            staged.token_rows, staged.positions, staged.kv_index, staged.prompt_ids, relay, kv_table, *inputs,
+            staged.token_rows, staged.positions, staged.kv_index, prompt_ids, relay, kv_table, *inputs,
             num_decodes=staged.num_decodes, padded=staged.padded, spare_row=spare_row, spare_index=spare_index,
         )  # fmt: skip
         return ForwardBatch(**inputs._asdict(), **described(staged, kv_table))

@@ -39,7 +39,9 @@ class Sampler:
         self.relay = torch.full((num_rows,), POISON, dtype=torch.int64, device=device)
         self._device = device
         self._spare_row = num_rows - 1
-        self._params = RowParams.allocate(num_rows, device)
+        self._floats = torch.zeros((3, num_rows), device=device)
+        self._ints = torch.zeros((3, num_rows), dtype=torch.int64, device=device)
+        self._params = RowParams(*self._floats, *self._ints)
         self._penalties = Penalties(num_rows, device, operations)
         self._operations = operations
         self._graphs = Graphs(device)
@@ -48,9 +50,8 @@ class Sampler:
 
     def start(self, started: StartedRows, vocab_size: int) -> None:
         """Rows change hands."""
-        for column, values in enumerate(self._params):
-            source = started.floats if column < 3 else started.ints
-            values.index_copy_(0, started.rows, source[:, column % 3].contiguous())
+        self._floats.index_copy_(1, started.rows, started.floats)
+        self._ints.index_copy_(1, started.rows, started.ints)
         self.relay.index_fill_(0, started.rows, POISON)
         for row in started.penalised:
             self._penalties.start(row, vocab_size)

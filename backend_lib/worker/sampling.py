@@ -28,12 +28,6 @@ class RowParams(NamedTuple):
     seed: torch.Tensor  # int64, any 64 bits
     sequence_index: torch.Tensor  # int64
 
-    @classmethod
-    def allocate(cls, num_rows: int, device: torch.device) -> RowParams:
-        """All greedy."""
-        floats = (torch.zeros(num_rows, device=device) for _ in range(3))
-        return cls(*floats, *(torch.zeros(num_rows, dtype=torch.int64, device=device) for _ in range(3)))
-
     def at(self, rows: torch.Tensor) -> RowParams:
         return RowParams(*(each[rows] for each in self))
 
@@ -115,7 +109,7 @@ class SamplingBatch:
             positions=places[1, :count],
             **_filters(sequences),
             has_min_p=any(sequence.min_p for _, sequence in special),
-            **_special(special, padded[0], vocab_size, put),
+            **(_special(special, padded[0], vocab_size, put) if special else _NOTHING_SPECIAL),
         )
 
 
@@ -144,7 +138,7 @@ def _special(special: list[tuple[int, Sequence]], rows: np.ndarray, vocab_size: 
         "masked": put(_int64(masked)),
         "masks": put(masks),
         "limited": put(_int64([place for place, _ in limited])),
-        "limits": put(np.array(limits, dtype=np.int32).reshape(-1, mask_width(vocab_size))),
+        "limits": put(np.array(limits, dtype=np.int32).reshape(len(limits), mask_width(vocab_size))),
         "banned": put(np.ascontiguousarray(_int64(banned).reshape(-1, 2).T)),
         "bans": put(np.full(len(banned), -np.inf, dtype=np.float32)),
         "bias_at": put(bias_at),
@@ -179,7 +173,7 @@ class StartedRows(NamedTuple):
 
     Attributes:
         rows: int64 [S].
-        floats, ints: float32 and int64 [S, 3], in the order of `RowParams`.
+        floats, ints: float32 and int64 [3, S], in the order of `RowParams`.
         penalised: of those with penalties.
     """
 
@@ -190,9 +184,16 @@ class StartedRows(NamedTuple):
 
     @classmethod
     def of(cls, sequences: list[Sequence], put: Put = torch.from_numpy) -> StartedRows:
-        log_min_p = [math.log(each.min_p) if each.min_p else -math.inf for each in sequences]
-        floats = [(each.temperature, each.top_p, least) for each, least in zip(sequences, log_min_p, strict=True)]
-        ints = [(each.top_k, _signed(each.seed), each.sequence_index) for each in sequences]
+        floats = [
+            [each.temperature for each in sequences],
+            [each.top_p for each in sequences],
+            [math.log(each.min_p) if each.min_p else -math.inf for each in sequences],
+        ]
+        ints = [
+            [each.top_k for each in sequences],
+            [_signed(each.seed) for each in sequences],
+            [each.sequence_index for each in sequences],
+        ]
         return cls(
             rows=put(_int64([each.row for each in sequences])),
             floats=put(np.array(floats, dtype=np.float32)),
@@ -258,3 +259,6 @@ def _signed(seed: int) -> int:
 
 def _int64(values: list) -> np.ndarray:
     return np.array(values, dtype=np.int64)
+
+
+_NOTHING_SPECIAL = _special([], _int64([]), 0, torch.from_numpy)

@@ -35,8 +35,9 @@ def _workspace(tokens: int, used: int, down: torch.Tensor, dtype: torch.dtype) -
     )  # fmt: skip
     for each in (workspace.inner, workspace.parts):
         each.fill_(float("nan"))
-    for each in (workspace.sorted_pairs, workspace.tile_expert, workspace.num_tiles):
+    for each in (workspace.tile_expert, workspace.num_tiles):
         each.fill_(0x5C5C5C5C)
+    workspace.sorted_pairs.zero_()  # a pair that exists: whoever takes it for one of his spoils it
     return workspace
 
 

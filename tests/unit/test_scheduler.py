@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from backend_lib.request import FinishReason
@@ -355,3 +356,17 @@ def test_a_cancelled_length_says_nothing_of_the_others() -> None:
         player.scheduler.abort(slot, 1)
     history = player.scheduler._history
     assert history is not None and list(history._lengths) == [1] * 18
+
+
+def test_prompts_that_tell_log_probabilities_come_in_small_pieces(monkeypatch) -> None:
+    """Each of their tokens takes a row of logits; prompts that tell none are not held up."""
+    monkeypatch.setattr(scheduler_module, "PROMPT_LOGPROBS_PER_STEP", 5)
+    scheduler = new_scheduler(prefill_chunk=20)
+    told = [new_sequence(slot, 7, 2, prompt_logprobs=np.zeros(7), use_cache=False) for slot in (0, 1)]
+    for sequence in (*told, new_sequence(2, 9, 2)):
+        scheduler.add(sequence)
+    pieces, previous = [], None
+    for _ in range(4):
+        previous, _ = step_with(scheduler, previous)
+        pieces.append([(chunk.sequence.slot, chunk.length) for chunk in previous.chunks[previous.num_decodes :]])
+    assert pieces == [[(0, 5), (2, 9)], [(0, 2), (1, 3)], [(1, 4)], []]
