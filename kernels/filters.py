@@ -1,8 +1,8 @@
 """What top-k, min-p and top-p leave of a row of logits, without sorting it: the worst token that is kept.
 
 Tokens are ordered by score, which is the logit divided by the temperature, and equals by rising id. Each filter keeps
-the beginning of that order, so all of them together are one pair: a token is kept if its score's key is above `cut_key`,
-or equal to it and its id at most `last_id`. A score's key is an integer in the order of the scores. NaN counts as minus
+the beginning of that order, so all of them together are one pair: a token is kept if its score's key is above
+`cut_key`, or equal to it and its id at most `last_id`. A score's key is an integer in the order of the scores. NaN counts as minus
 infinity.
 
 L rows of logits · R rows of sequences · V vocabulary · P pivots of a pass
@@ -155,9 +155,7 @@ def _last_of_equals(logits, temperature, key, count, V: tl.constexpr, BLOCK: tl.
 
 
 @triton.jit
-def _cut(
-    logits, temperature, top_k, top_p, log_min_p, V: tl.constexpr, BLOCK: tl.constexpr, PIVOTS: tl.constexpr
-):
+def _cut(logits, temperature, top_k, top_p, log_min_p, V: tl.constexpr, BLOCK: tl.constexpr, PIVOTS: tl.constexpr):
     """Key and id of the worst token that is kept. Of those at the floor, the first `kept` are."""
     best = tl.div_rn(_best_logit(logits, V, BLOCK), temperature)
     floor, kept = tl.full((), _KEY_OF_MINUS_INFINITY, tl.int32), V
@@ -247,7 +245,7 @@ def _kept(scores: torch.Tensor, top_k: float, top_p: float, log_min_p: float) ->
 
 
 def serving() -> Iterator[Specialisation]:
-    floats = {name: "*fp32" for name in ("logits", "temperatures", "top_ps", "log_min_ps")}
+    floats = dict.fromkeys(("logits", "temperatures", "top_ps", "log_min_ps"), "*fp32")
     signature = floats | {"rows": "*i64", "top_ks": "*i64", "cut_keys": "*i32", "last_ids": "*i32"}
     for vocab_size in (49152, 128256, 151936):
         config = _config(vocab_size)

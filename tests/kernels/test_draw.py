@@ -8,7 +8,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backend_lib.worker.eager_sampling import EagerSampling
@@ -17,7 +17,6 @@ from backend_lib.worker.sequence import Sequence
 from kernels import draw as draw_module
 from kernels import filters
 from kernels.draw import DrawWorkspace, draw, noise_of, reference_draw
-from kernels.filters import find_cuts, reference_find_cuts
 from kernels.philox import gumbel_noise
 from kernels.tuning import Config
 from tests.support.poison import poisoned
@@ -57,14 +56,11 @@ def test_noise_is_the_cpus_bit_for_bit(seed: int, sequence: int, position: int, 
 
 def params_of(rows: list[dict]) -> RowParams:
     """The row before them and the row after them are rubbish."""
-    params = RowParams.allocate(len(rows) + 2, CPU)
-    for values in params:
-        values.fill_(math.nan if values.is_floating_point() else -7)
-    for row, fields in enumerate(rows, start=1):
-        started = StartedRows.of([sequence_of(row, fields)])
-        for column, values in enumerate(params):
-            values[row] = (started.floats if column < 3 else started.ints)[0, column % 3]
-    return params
+    started = StartedRows.of([sequence_of(row, fields) for row, fields in enumerate(rows, start=1)])
+    floats = torch.full((3, len(rows) + 2), math.nan)
+    ints = torch.full((3, len(rows) + 2), -7)
+    floats[:, 1:-1], ints[:, 1:-1] = started.floats, started.ints
+    return RowParams(*floats, *ints)
 
 
 def sequence_of(row: int, fields: dict) -> Sequence:
