@@ -2,8 +2,8 @@
 
 Tokens are ordered by score, which is the logit divided by the temperature, and equals by rising id. Each filter keeps
 the beginning of that order, so all of them together are one pair: a token is kept if its score's key is above
-`cut_key`, or equal to it and its id at most `last_id`. A score's key is an integer in the order of the scores. NaN counts as minus
-infinity.
+`cut_key`, or equal to it and its id at most `last_id`. A score's key is an integer in the order of the scores. NaN
+counts as minus infinity.
 
 L rows of logits · R rows of sequences · V vocabulary · P pivots of a pass
 """
