@@ -1,9 +1,9 @@
 """What top-k, min-p and top-p leave of a row of logits, without sorting it: the worst token that is kept.
 
 Tokens are ordered by score, which is the logit divided by the temperature, and equals by rising id. Each filter keeps
-the beginning of that order, so all of them together are one pair: a token is kept if its score's key is above `cut_key`,
-or equal to it and its id at most `last_id`. A score's key is an integer in the order of the scores. NaN counts as minus
-infinity.
+the beginning of that order, so all of them together are one pair: a token is kept if its score's key is above
+`cut_key`, or equal to it and its id at most `last_id`. A score's key is an integer in the order of the scores. NaN
+counts as minus infinity.
 
 L rows of logits · R rows of sequences · V vocabulary · P pivots of a pass
 """
@@ -155,9 +155,7 @@ def _last_of_equals(logits, temperature, key, count, V: tl.constexpr, BLOCK: tl.
 
 
 @triton.jit
-def _cut(
-    logits, temperature, top_k, top_p, log_min_p, V: tl.constexpr, BLOCK: tl.constexpr, PIVOTS: tl.constexpr
-):
+def _cut(logits, temperature, top_k, top_p, log_min_p, V: tl.constexpr, BLOCK: tl.constexpr, PIVOTS: tl.constexpr):
     """Key and id of the worst token that is kept. Of those at the floor, the first `kept` are."""
     best = tl.div_rn(_best_logit(logits, V, BLOCK), temperature)
     floor, kept = tl.full((), _KEY_OF_MINUS_INFINITY, tl.int32), V
@@ -184,7 +182,7 @@ def _cut(
     return floor, last
 
 
-@triton.jit(do_not_specialize_on_alignment=["rows"])
+@triton.jit(do_not_specialize_on_alignment=["rows", "temperatures", "top_ks", "top_ps", "log_min_ps", "last_ids"])
 def _cut_kernel(
     logits, rows, temperatures, top_ks, top_ps, log_min_ps, cut_keys, last_ids,
     V: tl.constexpr, BLOCK: tl.constexpr, PIVOTS: tl.constexpr,
@@ -233,8 +231,12 @@ def reference_find_cuts(
             scores = logits[place].nan_to_num(-torch.inf, torch.inf, -torch.inf) / temperature
             order = _kept(scores, *(each[row].item() for each in (params.top_k, params.top_p, params.log_min_p)))
             if len(order) < vocab_size:
-                bits = (scores[order[-1]] + 0.0).view(torch.int32)
-                cut_keys[place], last_ids[place] = bits ^ ((bits >> 31) & 0x7FFFFFFF), order[-1]
+                cut_keys[place], last_ids[place] = reference_keys(scores)[order[-1]], order[-1]
+
+
+def reference_keys(scores: torch.Tensor) -> torch.Tensor:
+    bits = (scores + 0.0).view(torch.int32)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 def _kept(scores: torch.Tensor, top_k: float, top_p: float, log_min_p: float) -> torch.Tensor:
@@ -247,7 +249,7 @@ def _kept(scores: torch.Tensor, top_k: float, top_p: float, log_min_p: float) ->
 
 
 def serving() -> Iterator[Specialisation]:
-    floats = {name: "*fp32" for name in ("logits", "temperatures", "top_ps", "log_min_ps")}
+    floats = dict.fromkeys(("logits", "temperatures", "top_ps", "log_min_ps"), "*fp32")
     signature = floats | {"rows": "*i64", "top_ks": "*i64", "cut_keys": "*i32", "last_ids": "*i32"}
     for vocab_size in (49152, 128256, 151936):
         config = _config(vocab_size)
