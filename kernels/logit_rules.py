@@ -48,11 +48,11 @@ def reference_apply_masks(logits: torch.Tensor, places: torch.Tensor, masks: tor
     logits[places] = logits[places].masked_fill(allowed == 0, -torch.inf)
 
 
-@triton.jit(do_not_specialize=["count", "at_stride"], do_not_specialize_on_alignment=["at", "values"])
-def _add_kernel(logits, at, values, at_stride, count, V: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["at", "values"])
+def _add_kernel(logits, at, values, count, V: tl.constexpr, BLOCK: tl.constexpr):
     each = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = each < count
-    place = tl.load(at + each, mask=inside, other=0) * V + tl.load(at + at_stride + each, mask=inside, other=0)
+    place = tl.load(at + each, mask=inside, other=0) * V + tl.load(at + count + each, mask=inside, other=0)
     changed = tl.load(logits + place, mask=inside) + tl.load(values + each, mask=inside)
     tl.store(logits + place, changed, mask=inside)
 
@@ -62,13 +62,13 @@ def add_at(logits: torch.Tensor, at: torch.Tensor, values: torch.Tensor) -> None
 
     Args:
         logits: float32 [L, V], contiguous.
-        at: int64 [2, C], row of logits and token id, all pairs different.
+        at: int64 [2, C], contiguous, row of logits and token id, all pairs different.
         values: float32 [C].
     """
-    assert logits.is_contiguous() and at.stride(1) == 1
+    assert logits.is_contiguous() and at.is_contiguous()
     if len(values):
         grid = (triton.cdiv(len(values), ADD_BLOCK),)
-        _add_kernel[grid](logits, at, values, at.stride(0), len(values), logits.shape[1], ADD_BLOCK)
+        _add_kernel[grid](logits, at, values, len(values), logits.shape[1], ADD_BLOCK)
 
 
 def reference_add_at(logits: torch.Tensor, at: torch.Tensor, values: torch.Tensor) -> None:
@@ -82,6 +82,6 @@ def serving() -> Iterator[Specialisation]:
         yield Specialisation(
             f"masks, {vocab_size} tokens", _mask_kernel, signature, constants, unaligned=("places", "masks")
         )
-    signature = {"logits": "*fp32", "at": "*i64", "values": "*fp32", "at_stride": "i32", "count": "i32"}
+    signature = {"logits": "*fp32", "at": "*i64", "values": "*fp32", "count": "i32"}
     constants = {"V": 128256, "BLOCK": ADD_BLOCK}
-    yield Specialisation("values", _add_kernel, signature, constants, unaligned=("at", "values", "at_stride"))
+    yield Specialisation("values", _add_kernel, signature, constants, unaligned=("at", "values"))

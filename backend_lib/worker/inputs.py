@@ -34,7 +34,7 @@ class PromptSpan(NamedTuple):
 
 
 class StagedBatch:
-    """What a forward needs that is not on the device already. Tensors are there, unless they are empty; lists in host memory.
+    """What a forward needs that is not on the device already. Tensors are there unless they are empty, lists are not.
 
     Attributes:
         num_decodes, padded: n, and how many rows they are filled up to.

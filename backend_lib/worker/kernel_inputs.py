@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-from kernels.relay import stage_inputs
 
 from backend_lib.models.batch import ForwardBatch
 from backend_lib.models.graphed import GraphedDecoder
 from backend_lib.worker.inputs import StagedBatch, described
+from kernels.relay import stage_inputs
 
 
 class StaticInputs:

@@ -91,8 +91,8 @@ class _Parts(NamedTuple):
 
     def warm_up_lengths(self, placement: Placement) -> list[int]:
         """Short and long prompts come to different kernels on a GPU."""
-        usual = min(WARM_UP_TOKENS, self.max_model_len - 1)
         longest = min(self.settings.prefill_chunk, self.max_model_len - 1)
+        usual = min(WARM_UP_TOKENS, longest)
         return [1, usual, longest, longest] if placement.device.type == "cuda" else [usual, usual]
 
     def kv_tokens(self, placement: Placement) -> int:

@@ -1,7 +1,7 @@
 """A real worker on the GPU's kernels, in Triton's interpreter, gives the tokens of the worker that computes in torch.
 
 Launches are checked to wait for nothing (`debug: on`), decode rows are filled up as for graphs, and memory is short, so
-that sequences pause and go on.
+that sequences wait for one another.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _rounded(row: dict[str, Any]) -> dict[str, Any]:
     return {token: (entry["rank"], pytest.approx(entry["logprob"], abs=1e-4)) for token, entry in row.items()}
 
 
-@pytest.mark.parametrize("overlap", ["off", "on"])
+@pytest.mark.parametrize("overlap", [pytest.param("off", marks=pytest.mark.long), "on"])
 def test_the_same_tokens(folder: Path, expected, overlap: str) -> None:
     asked = asks()
     settings = {"max_running": 6, "prefill_chunk": 7, "kv_tokens": 90, "dtype": "float32", "debug": "on"}
@@ -87,6 +87,7 @@ def test_the_same_tokens(folder: Path, expected, overlap: str) -> None:
         assert_level(router)
 
 
+@pytest.mark.long
 def test_another_worker_goes_on(folder: Path, expected) -> None:
     asked = asks()
     with running_router(folder, device="interpret", dtype="float32", max_running=8) as router:

@@ -254,3 +254,16 @@ def test_tokens_come_as_often_as_they_should(fields: dict) -> None:
     degrees = len(left) - 1
     bound = degrees * (1 - 2 / (9 * degrees) + 3.09 * (2 / (9 * degrees)) ** 0.5) ** 3  # Wilson and Hilferty
     assert float(((observed - expected) ** 2 / expected).sum()) < bound
+
+
+def test_min_p_keeps_all_equals_that_top_k_would_have_cut() -> None:
+    logits = torch.zeros(1, 100)
+    logits[0, [5, 50, 90]] = 2.0
+    assert kept(logits, [DRAWN | {"top_k": 5, "min_p": 1.0}], find_cuts) == [[5, 50, 90]]
+
+
+def test_nearly_all_of_the_mass_is_found_however_it_is_rounded() -> None:
+    """The sum by which the cut is found may be less than the one that it is compared with."""
+    logits = torch.randn(6, 150, generator=torch.Generator().manual_seed(1))
+    for row, left in zip(logits, kept(logits, [DRAWN | {"top_p": 1 - 2**-24}] * 6, find_cuts), strict=True):
+        assert set(row.topk(140).indices.tolist()) <= set(left)
