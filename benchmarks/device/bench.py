@@ -7,6 +7,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.device.gpu import Cpu, Gpu
 from benchmarks.device.report import Report
 from benchmarks.device.scale import Scale
@@ -40,9 +42,10 @@ class Bench:
 
             scale = self.scale
             folder = write_folder(self.folder / "large", scale.large)
-            longest = max(*scale.prompts, *scale.contexts, 2 * sum(scale.lengths)) + scale.idle_steps
+            longest = max(*scale.prompts, *scale.contexts, 8 * sum(scale.lengths)) + 4 * scale.idle_steps
             settings = settings_for(scale, self.gpu, folder, kv_tokens=self._kv_tokens())
-            with random_weights():
+            # Its memory for copies is written outside of inference mode, in which some stages run.
+            with random_weights(), torch.inference_mode(False):
                 self._engine = Engine(settings, longest + 1, num_slots=scale.requests + 2 * scale.max_running)
         return self._engine
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +13,8 @@ class Scale:
     """Attributes:
     large: config.json of the model that is timed; small: of the one whose tokens are compared.
     copied, square: bytes that are copied, and the side of the matrices, for the machine's rates.
-    batches, contexts: of decoding; `main`: the pairs that are timed again after tuning.
+    batches, contexts: of decoding; `main`: the pairs that are timed again after tuning, which is for decoding at the
+        pairs of `tuned`.
     lengths: mean tokens in and out of a served request.
     """
 
@@ -26,6 +27,7 @@ class Scale:
     batches: tuple[int, ...]
     contexts: tuple[int, ...]
     main: tuple[tuple[int, int], ...]
+    tuned: tuple[tuple[int, int], ...]
     prompts: tuple[int, ...]
     peer_batches: tuple[int, ...]
     peer_contexts: tuple[int, ...]
@@ -38,7 +40,6 @@ class Scale:
     idle_steps: int
     compared: tuple[int, int]  # prompts, and tokens of each
     rows: int  # of tokens or logits in the kernels' checks
-    settings: dict[str, Any] = field(default_factory=dict)
 
     @property
     def dtype_name(self) -> str:
@@ -59,12 +60,13 @@ LLAMA_8B = llama(
 
 REAL = Scale(
     dtype=torch.bfloat16, kernel_dtypes=(torch.bfloat16, torch.float16), large=LLAMA_8B,
+    # Its heads are the large one's, so that attention is compiled once.
     small=llama(
-        vocab_size=32000, hidden_size=1024, intermediate_size=2816, num_hidden_layers=4, num_attention_heads=16,
-        num_key_value_heads=4, head_dim=64, max_position_embeddings=4096,
+        vocab_size=24000, hidden_size=1024, intermediate_size=1408, num_hidden_layers=3, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=128, max_position_embeddings=4096,
     ),
     copied=4 << 30, square=8192, batches=(1, 16, 64, 256), contexts=(128, 2048, 8192),
-    main=((1, 128), (1, 8192), (16, 2048), (64, 2048)), prompts=(8192, 32768),
+    main=((1, 128), (1, 8192), (16, 2048), (64, 2048)), tuned=((1, 8192), (64, 2048)), prompts=(8192, 32768),
     peer_batches=(1, 16), peer_contexts=(128, 2048), max_running=256, prefill_chunk=4096, kv_tokens=64 * 8192 + 4096,
     requests=1000, lengths=(220, 200), idle_batch=64, idle_steps=200, compared=(12, 64), rows=64,
 )  # fmt: skip
@@ -76,7 +78,8 @@ TINY = llama(
 
 DRY = Scale(
     dtype=torch.float16, kernel_dtypes=(torch.float16,), large=TINY, small=TINY, copied=1 << 16, square=32,
-    batches=(1, 2), contexts=(8,), main=((2, 8),), prompts=(12,), peer_batches=(1,), peer_contexts=(8,),
+    batches=(1, 2), contexts=(8,), main=((2, 8),), tuned=((2, 8),), prompts=(12,),
+    peer_batches=(1,), peer_contexts=(8,),
     max_running=2, prefill_chunk=8, kv_tokens=96, requests=3, lengths=(4, 3), idle_batch=2, idle_steps=2,
     compared=(2, 3), rows=3,
 )  # fmt: skip
