@@ -1,0 +1,1 @@
+"""Stages of `benchmarks.device_check`, and what they share."""
