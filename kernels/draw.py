@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from kernels.compiling import Specialisation
-from kernels.filters import Params, find_cuts, key_of, load_logits
+from kernels.filters import Params, find_cuts, key_of, load_logits, reference_find_cuts, reference_keys
 from kernels.philox import gumbel_noise
 from kernels.tuning import Config, chosen
 
@@ -43,7 +43,12 @@ def _first_of_best(value, score, token):
     return best, best_score, tl.min(tl.where(is_best, token, 0x7FFFFFFF), 0)
 
 
-@triton.jit(do_not_specialize_on_alignment=["rows", "positions"])
+# The parameters are rows of a table, wherever these begin.
+@triton.jit(
+    do_not_specialize_on_alignment=[
+        "rows", "positions", "temperatures", "top_ks", "top_ps", "seeds", "sequence_indices", "last_ids", "best_scores",
+    ]
+)  # fmt: skip
 def _blocks_kernel(
     logits, rows, positions, temperatures, top_ks, top_ps, seeds, sequence_indices, cut_keys, last_ids,
     best_values, best_scores, best_ids, V: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
@@ -71,7 +76,7 @@ def _blocks_kernel(
     tl.store(best_ids + place * BLOCKS + block, best_id)
 
 
-@triton.jit(do_not_specialize_on_alignment=["out"])
+@triton.jit(do_not_specialize_on_alignment=["best_scores", "out"])
 def _row_kernel(best_values, best_scores, best_ids, out, BLOCKS: tl.constexpr, WIDTH: tl.constexpr):
     """The best of a row's blocks."""
     place, block = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
@@ -131,18 +136,20 @@ def reference_draw(
     logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, params: Params, workspace: DrawWorkspace, *,
     out: torch.Tensor,
 ) -> None:  # fmt: skip
-    """From the definition. `workspace` must hold the cuts of these rows."""
-    token = torch.arange(logits.shape[1])
+    """From the definition. Uses the workspace's cuts only."""
+    vocab_size, cuts = logits.shape[1], (workspace.cut_keys, workspace.last_ids)
+    reference_find_cuts(logits, rows, params, cut_keys=cuts[0], last_ids=cuts[1])
     for place, row in enumerate(rows.tolist()):
         scores = logits[place].nan_to_num(-torch.inf, torch.inf, -torch.inf)
+        values, tie_breaker = scores, torch.zeros_like(scores)
         if params.temperature[row] > 0:
             scores = scores / params.temperature[row]
-            bits = (scores + 0.0).view(torch.int32)
-            key, cut_key = bits ^ ((bits >> 31) & 0x7FFFFFFF), workspace.cut_keys[place]
-            is_kept = (key > cut_key) | ((key == cut_key) & (token <= workspace.last_ids[place]))
+            key, is_early = reference_keys(scores), torch.arange(vocab_size) <= cuts[1][place]
+            scores = scores.masked_fill(~((key > cuts[0][place]) | ((key == cuts[0][place]) & is_early)), -torch.inf)
             stream = params.seed[row, None], params.sequence_index[row, None], positions[place, None]
-            scores = scores.masked_fill(~is_kept, -torch.inf) + gumbel_noise(*stream, logits.shape[1])[0]
-        out[place] = scores.argmax()
+            values = scores + gumbel_noise(*stream, vocab_size)[0]
+            tie_breaker = scores if params.top_k[row] > 0 or params.top_p[row] < 1 else tie_breaker
+        out[place] = tie_breaker.masked_fill(values < values.max(), -torch.inf).argmax()
 
 
 def serving() -> Iterator[Specialisation]:

@@ -182,7 +182,7 @@ def _cut(logits, temperature, top_k, top_p, log_min_p, V: tl.constexpr, BLOCK: t
     return floor, last
 
 
-@triton.jit(do_not_specialize_on_alignment=["rows"])
+@triton.jit(do_not_specialize_on_alignment=["rows", "temperatures", "top_ks", "top_ps", "log_min_ps", "last_ids"])
 def _cut_kernel(
     logits, rows, temperatures, top_ks, top_ps, log_min_ps, cut_keys, last_ids,
     V: tl.constexpr, BLOCK: tl.constexpr, PIVOTS: tl.constexpr,
@@ -231,8 +231,12 @@ def reference_find_cuts(
             scores = logits[place].nan_to_num(-torch.inf, torch.inf, -torch.inf) / temperature
             order = _kept(scores, *(each[row].item() for each in (params.top_k, params.top_p, params.log_min_p)))
             if len(order) < vocab_size:
-                bits = (scores[order[-1]] + 0.0).view(torch.int32)
-                cut_keys[place], last_ids[place] = bits ^ ((bits >> 31) & 0x7FFFFFFF), order[-1]
+                cut_keys[place], last_ids[place] = reference_keys(scores)[order[-1]], order[-1]
+
+
+def reference_keys(scores: torch.Tensor) -> torch.Tensor:
+    bits = (scores + 0.0).view(torch.int32)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 def _kept(scores: torch.Tensor, top_k: float, top_p: float, log_min_p: float) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from backend_lib.checkpoint import Checkpoint, DecoderConfig, HashConfig
-from backend_lib.config import Settings
+from backend_lib.config import Settings, gpu_is_visible
 from backend_lib.models.batch import ForwardBatch
 from backend_lib.models.decoder import Step
 from backend_lib.models.linear import QUANTISED, has_vector_kernels
@@ -58,8 +58,8 @@ def _kind(setting: str) -> str:
         return "cuda"
     if setting == "cuda":
         raise ValueError(f"parameter 'device' is 'cuda', but {trouble}")
-    if torch.version.cuda is None or torch.cuda.device_count():
-        log.info("computing on the CPU: %s", trouble)
+    if gpu_is_visible():
+        log.warning("computing on the CPU, though there is a GPU: %s", trouble)
     return "cpu"
 
 

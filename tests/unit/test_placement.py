@@ -39,9 +39,13 @@ def test_a_gpu_is_taken_where_there_is_one(llama, with_gpu):
     assert place(Settings(device="cpu"), llama).device.type == "cpu"
 
 
-def test_the_cpu_is_taken_where_there_is_none(llama, monkeypatch):
+@pytest.mark.parametrize("is_visible", [False, True])
+def test_the_cpu_is_taken_where_there_is_none(llama, monkeypatch, caplog, is_visible):
     monkeypatch.setattr(placement, "_trouble_with_cuda", lambda: "it is somewhere else")
+    monkeypatch.setattr(placement, "gpu_is_visible", lambda: is_visible)
     assert place(Settings(), llama) == place(Settings(device="cpu"), llama)
+    said = ["computing on the CPU, though there is a GPU: it is somewhere else"] if is_visible else []
+    assert [record.getMessage() for record in caplog.records] == said
     assert refused(llama, device="cuda") == "parameter 'device' is 'cuda', but it is somewhere else"
 
 
