@@ -18,7 +18,7 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks.device.report import Report, is_trouble, table
+from benchmarks.device.report import BEGUN, Report, is_trouble, table
 from benchmarks.device.stages import BROKEN, GRACE, STAGES
 
 MAX_DEATHS = 4  # of a stage's processes, then the next stage's turn comes
@@ -55,7 +55,7 @@ def _run_all(path: Path, deadline: float, stages: list[str], *, is_dry: bool) ->
         report = Report(path)
         if status == 0:
             break
-        left = [name for name in left if report.stages.get(name, {}).get("state", "begun") != "done"]
+        left = [name for name in left if report.stages.get(name, {}).get("state", BEGUN) != "done"]
         words = "the GPU's context was lost" if status == BROKEN else f"its process ended with {status}"
         buried = report.bury(words)
         if not left:
@@ -66,8 +66,9 @@ def _run_all(path: Path, deadline: float, stages: list[str], *, is_dry: bool) ->
             report.save()
     report = Report(path)
     for name in stages:
-        if name not in report.stages:
-            report.stage(name)["state"] = "skipped: no time was left"
+        stage = report.stage(name)
+        if stage["state"] == BEGUN:
+            stage["state"] = "cut off: the time is over" if stage["items"] else "skipped: no time was left"
     report.save()
     return report
 
