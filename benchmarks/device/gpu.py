@@ -78,7 +78,7 @@ class Gpu:
 
     def kernels(self, call: Call) -> list[Kernel]:
         """What ran on the device during a call, copies included."""
-        return _profiled(call, [ProfilerActivity.CUDA, ProfilerActivity.CPU], self.synchronise, "CUDA")
+        return _profiled(call, [ProfilerActivity.CUDA], self.synchronise, "CUDA")
 
 
 class Cpu:

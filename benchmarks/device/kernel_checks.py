@@ -77,7 +77,7 @@ def activation(bench: Bench, dtype: torch.dtype) -> Verdict:
 def decode(bench: Bench, dtype: torch.dtype) -> Verdict:
     rows, longest = min(bench.scale.rows, 24), max(bench.scale.contexts)
     verdicts = []
-    for shape, softcap, window in _attentions(bench, dtype):
+    for shape, softcap, window in _attentions(bench, dtype, longest // 3):
         lengths = torch.randint(1, longest + 1, (rows,))
         lengths[:2] = torch.tensor([1, longest])
         pool, table = cache_of(bench, lengths.tolist(), shape, dtype)
@@ -105,7 +105,7 @@ def decode(bench: Bench, dtype: torch.dtype) -> Verdict:
 def prefill(bench: Bench, dtype: torch.dtype) -> Verdict:
     where, verdicts = bench.gpu.device, []
     most = bench.scale.prefill_chunk // 8
-    for shape, softcap, window in _attentions(bench, dtype):
+    for shape, softcap, window in _attentions(bench, dtype, max(most // 2, 1)):
         query_lens = [most, 1, max(most // 3, 1)]
         kv_lens = [most, 2, most + most // 2]
         pool, table = cache_of(bench, kv_lens, shape, dtype)
@@ -127,7 +127,7 @@ def prefill(bench: Bench, dtype: torch.dtype) -> Verdict:
 
 def mixture(bench: Bench, dtype: torch.dtype) -> Verdict:
     where = bench.gpu.device
-    count, used, hidden, inner = (128, 8, 2048, 768) if where.type == "cuda" else (4, 2, 32, 16)
+    count, used, hidden, inner = (64, 4, 1024, 512) if where.type == "cuda" else (4, 2, 32, 16)
     shapes = (count, 2 * inner, hidden), (count, hidden, inner)
     weights = [torch.randn(*shape, device=where).mul_(shape[2] ** -0.5).to(dtype) for shape in shapes]
     verdicts = []
@@ -164,10 +164,13 @@ def _shapes(bench: Bench, dtype: torch.dtype) -> list[tuple[int, int, int]]:
     return [large, (9, 3, 64), (4, 4, 96), (8, 4, 256)] if dtype == torch.bfloat16 else [large]
 
 
-def _attentions(bench: Bench, dtype: torch.dtype) -> Iterator[tuple[tuple[int, int, int], float | None, int | None]]:
+def _attentions(
+    bench: Bench, dtype: torch.dtype, window: int
+) -> Iterator[tuple[tuple[int, int, int], float | None, int | None]]:
+    """Shapes, and last of all a soft cap and a window."""
     for shape in _shapes(bench, dtype):
         yield shape, None, None
-    yield _shapes(bench, dtype)[-1], 50.0, max(bench.scale.contexts) // 3
+    yield _shapes(bench, dtype)[-1], 50.0, window
 
 
 def queries_of(tokens: int, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -33,9 +33,6 @@ def main() -> None:
     is_dry = dry == "dry"
     if is_dry:
         os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
-    from benchmarks.device.missing import stand_in_for_missing
-
-    stand_in_for_missing()
     from benchmarks.device import gpu, scale
     from benchmarks.device.bench import Bench
 
