@@ -158,7 +158,11 @@ def test_what_is_written_beside_an_output_is_found() -> None:
 
 def test_passes_are_the_launches_of_a_layer() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.device_check", "--count"], capture_output=True, text=True, check=True
+        [sys.executable, "-m", "benchmarks.device_check", "--count"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert len(layer_passes(LLAMA_8B)) == 10
     assert "10 launches a layer, 330 in all" in done.stdout
