@@ -244,8 +244,15 @@ def _kept(scores: torch.Tensor, top_k: float, top_p: float, log_min_p: float) ->
     order = scores.sort(descending=True, stable=True).indices
     order = order[: int(top_k) or None]
     order = order[~(scores[order] < scores[order[0]] + log_min_p)]
-    mass = scores[order].double().softmax(0)
+    mass = reference_masses(scores[order])
     return order[: max(1, int((mass.cumsum(0) - mass < top_p).sum()))] if top_p < 1 else order
+
+
+def reference_masses(scores: torch.Tensor) -> torch.Tensor:
+    """float64, the softmax; infinite scores share it."""
+    best = scores.max()
+    weights = (scores.double() - best).exp().masked_fill(scores == best, 1)
+    return weights / weights.sum()
 
 
 def serving() -> Iterator[Specialisation]:

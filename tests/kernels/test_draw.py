@@ -19,7 +19,7 @@ from backend_lib.worker.sequence import Sequence
 from kernels import draw as draw_module
 from kernels import filters
 from kernels.draw import DrawWorkspace, draw, noise_of, reference_draw
-from kernels.filters import find_cuts, reference_find_cuts, reference_keys
+from kernels.filters import find_cuts, reference_find_cuts, reference_keys, reference_masses
 from kernels.philox import gumbel_noise
 from kernels.tuning import Config
 from tests.support.poison import poisoned
@@ -109,10 +109,10 @@ def is_close(logits: torch.Tensor, fields: dict) -> bool:
     before it, as far as float32 can tell, and that is not drawn in practice."""
     if fields["temperature"] == 0 or fields["top_p"] == 1:
         return False
-    scores = logits.double() / fields["temperature"]
+    scores = logits / fields["temperature"]
     order = scores.sort(descending=True, stable=True).indices[: fields["top_k"] or None]
     least = scores[order[0]] + (math.log(fields["min_p"]) if fields["min_p"] else -math.inf)
-    mass = scores[order][scores[order] >= least].softmax(0)
+    mass = reference_masses(scores[order][~(scores[order] < least)])
     return bool(((mass.cumsum(0)[:-1] - fields["top_p"]).abs() < CLOSE).any())
 
 
