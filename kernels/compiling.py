@@ -32,11 +32,13 @@ import kernels
 ARCHITECTURES = (80, 90, 100)
 SHARED_LIMIT = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # bytes that one block may have
 DTYPES = ("bf16", "fp16", "fp32")
-# How often these stand in the PTX says whether tensor cores are used and loads are wide and asynchronous.
+# How often these stand in the PTX says whether tensor cores are used, loads are wide and asynchronous, and products are
+# rounded before they are added.
 INSTRUCTIONS = {
     "wgmma": r"wgmma\.mma_async",
     "tcgen05": r"tcgen05\.mma",
     "mma": r"\bmma\.sync",
+    "fma": r"\bfma\.rn\.f32",
     "cp.async": r"cp\.async\.c[ag]",
     "cp.async 16": r"cp\.async\.c[ag]\S* .*, 0x10,",
     "ld": r"ld\.global",

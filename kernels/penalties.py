@@ -29,7 +29,10 @@ def _penalise_kernel(logits, places, rows, factors, counts, in_prompt, V: tl.con
     has_come = count > 0
     factor = tl.where(has_come | (tl.load(in_prompt + row * V + token, mask=inside, other=0) != 0), repetition, 1.0)
     score = tl.where(score > 0, tl.div_rn(score, factor), score * factor)
-    score = score - frequency * count.to(tl.float32) - tl.where(has_come, presence, 0.0)
+    # In float64 the product is exact, and rounded once: in float32 a compiler would fuse it with the subtraction, and
+    # the score would not be the one that the CPU has.
+    taken = (frequency.to(tl.float64) * count.to(tl.float64)).to(tl.float32)
+    score = score - taken - tl.where(has_come, presence, 0.0)
     tl.store(logits + place * V + token, score, mask=inside)
 
 

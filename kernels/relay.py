@@ -84,22 +84,26 @@ def reference_stage_inputs(
     out_kv_index.copy_(filled(kv_index, spare_index))
 
 
-@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["token_ids", "rows"])
-def _scatter_kernel(token_ids, rows, relay, count, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["count", "rows_stride"], do_not_specialize_on_alignment=["token_ids", "rows"])
+def _scatter_kernel(token_ids, rows, relay, count, rows_stride, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
-    tl.store(relay + tl.load(rows + at, mask=inside, other=0), tl.load(token_ids + at, mask=inside), mask=inside)
+    row = tl.load(rows + at * rows_stride, mask=inside, other=0)
+    tl.store(relay + row, tl.load(token_ids + at, mask=inside), mask=inside)
 
 
 def scatter_ids(token_ids: torch.Tensor, rows: torch.Tensor, relay: torch.Tensor) -> None:
     """relay[rows] = token_ids.
 
     Args:
-        token_ids, rows: int64 [L], contiguous; rows differ, but for the spare one, which keeps one of its tokens.
+        token_ids: int64 [L], contiguous.
+        rows: int64 [L], with any stride; they differ, but for the spare one, which keeps one of its tokens.
         relay: int64 [R + 1].
     """
+    assert token_ids.is_contiguous()
     if len(rows):
-        _scatter_kernel[(triton.cdiv(len(rows), BLOCK),)](token_ids, rows, relay, len(rows), BLOCK)
+        grid = (triton.cdiv(len(rows), BLOCK),)
+        _scatter_kernel[grid](token_ids, rows, relay, len(rows), rows.stride(0), BLOCK)
 
 
 def reference_scatter_ids(token_ids: torch.Tensor, rows: torch.Tensor, relay: torch.Tensor) -> None:
@@ -114,5 +118,5 @@ def serving() -> Iterator[Specialisation]:
     yield Specialisation(
         "inputs", _stage_kernel, signature | dict.fromkeys(numbers, "i32"), {"BLOCK": BLOCK}, unaligned=unaligned
     )
-    signature = {"token_ids": "*i64", "rows": "*i64", "relay": "*i64", "count": "i32"}
+    signature = {"token_ids": "*i64", "rows": "*i64", "relay": "*i64", "count": "i32", "rows_stride": "i32"}
     yield Specialisation("ids", _scatter_kernel, signature, {"BLOCK": BLOCK}, unaligned=("token_ids", "rows"))

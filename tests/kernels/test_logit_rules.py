@@ -10,12 +10,19 @@ from hypothesis import strategies as st
 from backend_lib.worker.grammar import apply_masks as apply_masks_on_cpu
 from kernels import logit_rules
 from kernels.logit_rules import add_at, apply_masks, reference_add_at, reference_apply_masks
+from tests.support.poison import Poisoned, poisoned
 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logit_rules, "MASK_BLOCK", 64)
     monkeypatch.setattr(logit_rules, "ADD_BLOCK", 8)
+
+
+def _kept(logits: torch.Tensor) -> tuple[Poisoned, torch.Tensor]:
+    """A contiguous copy with rubbish before and after it."""
+    kept = poisoned(logits.reshape(1, -1), between=64)
+    return kept, kept.view[0].view(logits.shape)
 
 
 @settings(max_examples=40, deadline=None)
@@ -26,8 +33,10 @@ def test_masks(rows: int, masked: int, vocab_size: int, seed: int) -> None:
     places = torch.randperm(rows, generator=generator)[:masked]
     width = -(-vocab_size // 32)
     masks = torch.randint(-(1 << 31), 1 << 31, (len(places), width), generator=generator).int()
-    ours, theirs, on_cpu = (logits.clone() for _ in range(3))
+    theirs, on_cpu = logits.clone(), logits.clone()
+    kept, ours = _kept(logits)
     apply_masks(ours, places, masks)
+    kept.assert_rest_unchanged()
     reference_apply_masks(theirs, places, masks)
     apply_masks_on_cpu(on_cpu, places.tolist(), masks)
     assert torch.equal(ours, theirs) and torch.equal(ours, on_cpu)
@@ -42,7 +51,9 @@ def test_values(rows: int, vocab_size: int, count: int, seed: int) -> None:
     at = torch.stack([places // vocab_size, places % vocab_size])
     values = torch.randn(len(places), generator=generator)
     values[::3] = -torch.inf
-    ours, theirs = logits.clone(), logits.clone()
+    theirs = logits.clone()
+    kept, ours = _kept(logits)
     add_at(ours, at, values)
+    kept.assert_rest_unchanged()
     reference_add_at(theirs, at, values)
     assert torch.equal(ours, theirs)

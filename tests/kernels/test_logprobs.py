@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from backend_lib.worker.logprobs import logprobs_of
 from kernels import logprobs
 from kernels.logprobs import logprob_stats, reference_logprob_stats
+from tests.support.poison import poisoned
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +36,13 @@ def test_as_the_reference_and_the_cpu(rows: int, vocab_size: int, scale: float, 
         }
         for _ in range(2)
     )  # fmt: skip
-    logprob_stats(logits, token_ids, **ours)
+    surrounded = poisoned(logits.reshape(1, -1)).view[0].view(logits.shape)
+    outputs = {name: poisoned(each.reshape(1, -1)) for name, each in ours.items()}
+    ours = {name: each.view[0] for name, each in outputs.items()}
+    logprob_stats(surrounded, token_ids, **ours)
+    for each in outputs.values():
+        each.assert_rest_unchanged()
+    assert torch.equal(surrounded, logits)
     reference_logprob_stats(logits, token_ids, **theirs)
     assert torch.equal(ours["ranks"], theirs["ranks"])
     for name in ("chosen", "log_sum_exp"):

@@ -11,6 +11,8 @@ from backend_lib.worker.eager_sampling import EagerSampling
 from backend_lib.worker.sampling import Counters
 from kernels import penalties
 from kernels.penalties import apply_penalties, count_tokens, reference_apply_penalties, reference_count_tokens
+from tests.support.compiling import run_compiling
+from tests.support.poison import poisoned
 
 
 @pytest.fixture(autouse=True)
@@ -31,8 +33,10 @@ def test_as_the_reference_and_the_cpu(penalised: int, vocab_size: int, seed: int
         counts=torch.randint(0, 3, (9, vocab_size), generator=generator).int(),
         in_prompt=torch.rand(9, vocab_size, generator=generator) < 0.3,
     )
-    ours, theirs, on_cpu = (logits.clone() for _ in range(3))
+    theirs, on_cpu, kept = logits.clone(), logits.clone(), poisoned(logits.reshape(1, -1), between=64)
+    ours = kept.view[0].view(logits.shape)
     apply_penalties(ours, places, rows, *counters)
+    kept.assert_rest_unchanged()
     reference_apply_penalties(theirs, places, rows, *counters)
     EagerSampling().penalise(on_cpu, places, rows, counters)
     assert torch.equal(ours, theirs) and torch.equal(ours, on_cpu)
@@ -48,3 +52,10 @@ def test_counters(count: int, seed: int) -> None:
     count_tokens(token_ids, rows, tables[0])
     reference_count_tokens(token_ids, rows, tables[1])
     assert torch.equal(*tables)
+
+
+def test_a_gpu_rounds_as_the_cpu_does() -> None:
+    """The interpreter rounds each product, a compiler fuses it with a sum if it may."""
+    rows = run_compiling("--only", "penalties", "--jobs", "1")
+    assert {row["sm"] for row in rows} == {80, 90, 100}
+    assert all(not row["error"] and "fma" not in row["instructions"] for row in rows), rows

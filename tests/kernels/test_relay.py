@@ -27,7 +27,7 @@ def test_inputs(num_decodes: int, padding: int, prompts: int, block: int, seed: 
     relay = torch.randint(-1, 1 << 40, (rows + 1,), generator=generator)
     tables = [torch.full((rows + 1, 50), -7, dtype=torch.int32) for _ in range(2)]
     length = num_decodes + padding + prompts
-    outputs = [[torch.full((length + 9,), -5) for _ in range(4)] for _ in range(2)]
+    outputs = [[torch.full((length + 64,), -5) for _ in range(4)] for _ in range(2)]
     before, module.BLOCK = module.BLOCK, block
     for stage, table, output in zip((stage_inputs, reference_stage_inputs), tables, outputs, strict=True):
         stage(
@@ -51,10 +51,11 @@ def test_padding_is_the_spare_row_at_its_first_position() -> None:
 
 
 @settings(max_examples=20, deadline=None)
-@given(count=st.integers(0, 300), seed=st.integers(0, 1 << 30))
-def test_tokens(count: int, seed: int) -> None:
+@given(count=st.integers(0, 300), stride=st.integers(1, 3), seed=st.integers(0, 1 << 30))
+def test_tokens(count: int, stride: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    rows = torch.randperm(400, generator=generator)[:count]
+    columns = [torch.randperm(400, generator=generator) for _ in range(stride)]
+    rows = torch.stack(columns, dim=1)[:count, stride - 1]
     token_ids = torch.randint(1 << 40, (count,), generator=generator)
     tables = [torch.full((401,), -1) for _ in range(2)]
     scatter_ids(token_ids, rows, tables[0])
