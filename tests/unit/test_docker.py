@@ -1,4 +1,4 @@
-"""The files in docker/ and docs/docker.md against what they speak of. No image is built here: docs/docker.md says so."""
+"""The files in docker/ and docs/docker.md against what they speak of. No image is built here, as that page says."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from backend_lib.cli.flags import ServerFlags
 from backend_lib.cli.main import _parser, _split
 from backend_lib.cli.server import find_server
 from backend_lib.config import Settings
+from backend_lib.router.metrics import FAMILIES
 from tests.support.documents import ROOT, commands
 
 DOCKER = ROOT / "docker"
@@ -238,6 +240,13 @@ def test_the_files_that_the_page_and_the_compose_files_name_exist():
     linked = re.findall(r"\]\((?!http)([^)#]+)", (ROOT / PAGE).read_text())
     assert len(named) > 5 and [name for name in named if not (ROOT / name).is_file()] == []
     assert [name for name in linked if not (ROOT / "docs" / name).exists()] == []
+
+
+def test_the_names_in_the_page_are_settings_of_ours_keys_of_compose_or_metrics():
+    known = {field.name for field in fields(Settings)} | {family.name for family in FAMILIES}
+    known |= {key for service in SERVERS.values() for key in service}
+    named = set(re.findall(r"`([a-z]+_[a-z_]+)(?:=[^`]*|: [^`]*)?`", (ROOT / PAGE).read_text()))
+    assert named - known == set() and len(named) > 3
 
 
 def test_the_page_names_the_tag_that_is_built_on():
