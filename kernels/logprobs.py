@@ -16,7 +16,7 @@ from kernels.compiling import Specialisation
 BLOCK = 4096
 
 
-@triton.jit(do_not_specialize_on_alignment=["logits", "token_ids"])
+@triton.jit(do_not_specialize_on_alignment=["logits", "token_ids", "sums"])
 def _part_kernel(logits, token_ids, largest, sums, better, V: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     """Of one part of a row: its largest logit, the sum of exponentials over that, and how many reach the token's."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -31,7 +31,7 @@ def _part_kernel(logits, token_ids, largest, sums, better, V: tl.constexpr, PART
     tl.store(better + row * PARTS + part, tl.sum(((values >= chosen) & (token < V)).to(tl.int32), 0))
 
 
-@triton.jit(do_not_specialize_on_alignment=["logits", "token_ids", "chosen", "log_sum_exp", "ranks"])
+@triton.jit(do_not_specialize_on_alignment=["logits", "token_ids", "sums", "chosen", "log_sum_exp", "ranks"])
 def _whole_kernel(
     logits, token_ids, largest, sums, better, chosen, log_sum_exp, ranks,
     V: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr,
@@ -94,9 +94,9 @@ def serving() -> Iterator[Specialisation]:
         constants = {"V": vocab_size, "PARTS": parts}
         yield Specialisation(
             f"parts, {vocab_size} tokens", _part_kernel, common, constants | {"BLOCK": BLOCK}, 8,
-            unaligned=("token_ids",),
+            unaligned=("logits", "token_ids", "sums"),
         )  # fmt: skip
         yield Specialisation(
             f"whole, {vocab_size} tokens", _whole_kernel, common | results,
-            constants | {"WIDTH": triton.next_power_of_2(parts)}, 1, unaligned=("token_ids",),
+            constants | {"WIDTH": triton.next_power_of_2(parts)}, 1, unaligned=("logits", "token_ids", "sums"),
         )  # fmt: skip

@@ -34,8 +34,10 @@ class Cuda:
         """Page-locked, so that a copy need not wait."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
-    def device_memory(self, num_bytes: int) -> torch.Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
+    def device_memory(self, num_bytes: int, stream: Any) -> torch.Tensor:
+        """What the stream has freed: work that it was given before may still use it."""
+        with torch.cuda.stream(stream):
+            return torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
         with torch.cuda.stream(stream):
@@ -57,7 +59,12 @@ class CudaDevice:
         self._free: list[Blocks] = []
 
     def exchange(self) -> CudaExchange:
-        return CudaExchange(self, self._free.pop() if self._free else Blocks(BLOCK_BYTES, self.runtime))
+        return CudaExchange(self, self._free.pop() if self._free else self.make_blocks(BLOCK_BYTES))
+
+    def make_blocks(self, num_bytes: int) -> Blocks:
+        """The device's is the upload stream's, which writes it first: of the computing stream's memory a launch that
+        is still under way might be using some."""
+        return Blocks(num_bytes, self.runtime, self.upload)
 
     def take_back(self, blocks: Blocks) -> None:
         self._free.append(blocks)
@@ -66,9 +73,9 @@ class CudaDevice:
 class Blocks:
     """Memory for one step: page-locked, and as much on the device."""
 
-    def __init__(self, num_bytes: int, runtime: Any) -> None:
+    def __init__(self, num_bytes: int, runtime: Any, upload: Any) -> None:
         self.host = runtime.host_memory(num_bytes)
-        self.device = runtime.device_memory(num_bytes)
+        self.device = runtime.device_memory(num_bytes, upload)
         self.results = runtime.host_memory(num_bytes)
         self.sent, self.launched, self.fetched = (runtime.event() for _ in range(3))
 
@@ -126,7 +133,7 @@ class CudaExchange:
         if self._used + num_bytes > len(self._blocks.host):
             self.send()
             self._kept.append(self._blocks)
-            self._blocks = Blocks(2 * (self._used + num_bytes), self._device.runtime)
+            self._blocks = self._device.make_blocks(2 * (self._used + num_bytes))
             self._used = self._sent = self._fetched = 0
         start = self._used
         self._used = min(_aligned(start + num_bytes), len(self._blocks.host))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import torch
+
+from backend_lib.worker.logprobs import Logprobs
+from backend_lib.worker.sampling import Counters, RowParams, SamplingBatch
 from kernels.draw import DrawWorkspace, draw
 from kernels.logit_rules import add_at, apply_masks
 from kernels.logprobs import logprob_stats
 from kernels.penalties import apply_penalties, count_tokens
 from kernels.relay import scatter_ids
-
-from backend_lib.worker.logprobs import Logprobs
-from backend_lib.worker.sampling import Counters, RowParams, SamplingBatch
 
 # L rows of logits · V vocabulary
 

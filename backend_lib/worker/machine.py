@@ -90,10 +90,13 @@ class _Parts(NamedTuple):
         return {"operations": operations, "inputs": StaticInputs(self.decoder)}
 
     def warm_up_lengths(self, placement: Placement) -> list[int]:
-        """Short and long prompts come to different kernels on a GPU."""
+        """On a GPU a prompt's length selects kernels, of which each serves at least lengths that differ by a factor of
+        two."""
         longest = min(self.settings.prefill_chunk, self.max_model_len - 1)
         usual = min(WARM_UP_TOKENS, longest)
-        return [1, usual, longest, longest] if placement.device.type == "cuda" else [usual, usual]
+        if placement.device.type != "cuda":
+            return [usual, usual]
+        return [*(1 << power for power in range(longest.bit_length())), longest, longest]
 
     def kv_tokens(self, placement: Placement) -> int:
         """Room for the usual length of all that run, or one whole context, as memory allows; on a GPU all there is."""

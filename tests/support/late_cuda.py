@@ -13,7 +13,7 @@ import torch
 class LateCuda:
     """Work waits in its stream until somebody synchronises; then streams take turns at random until that is done.
 
-    Memory of the host and the device is poisoned when it is made.
+    Memory of the host is poisoned when it is made, and the device's by what its stream still had to do there.
     """
 
     torch_device = torch.device("cpu")
@@ -32,7 +32,10 @@ class LateCuda:
     def host_memory(self, num_bytes: int) -> torch.Tensor:
         return torch.full((num_bytes,), 0xA5, dtype=torch.uint8)
 
-    device_memory = host_memory
+    def device_memory(self, num_bytes: int, stream: Stream) -> torch.Tensor:
+        memory = torch.zeros(num_bytes, dtype=torch.uint8)
+        stream.launch(lambda: memory.fill_(0xA5))
+        return memory
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
         stream.launch(lambda: target.copy_(source))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from backend_lib.worker import cuda
-from backend_lib.worker.cuda import CudaDevice, CudaExchange
+from backend_lib.worker.cuda import Blocks, CudaDevice, CudaExchange
 from tests.support.late_cuda import LateCuda
 
 STEPS = 12
@@ -87,11 +87,14 @@ def test_two_blocks_serve_all_steps() -> None:
     assert len(loop.device._free) == 2
 
 
-@pytest.mark.parametrize("what", ["reuse", "upload", "download", "wait"])
+@pytest.mark.parametrize("what", ["reuse", "upload", "download", "wait", "memory"])
 def test_nothing_of_the_order_can_be_left_out(what: str, monkeypatch) -> None:
     """Blocks given back early; computing that does not wait for uploads, downloads not for computing, and a loop
-    not for downloads."""
-    if what == "reuse":
+    not for downloads; blocks in memory that the computing stream has freed, but may still use."""
+    if what == "memory":
+        make_blocks = lambda self, size: Blocks(size, self.runtime, self.compute)  # noqa: E731
+        monkeypatch.setattr(CudaDevice, "make_blocks", make_blocks)
+    elif what == "reuse":
         make = CudaDevice.exchange
 
         def exchange(self):
