@@ -79,7 +79,9 @@ def sequence(rng: random.Random, slot: int) -> Sequence:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.long)])
-@pytest.mark.parametrize("model", [pytest.param("llama", marks=pytest.mark.long), "mixture", "windows"])
+@pytest.mark.parametrize(
+    "model", [pytest.param(name, marks=pytest.mark.long) for name in ("llama", "mixture")] + ["windows"]
+)
 def test_nothing_is_compiled_while_serving(model: str, dtype: torch.dtype) -> None:
     """Nor does anything on the GPU meet the host's memory, or wait."""
     config = DecoderConfig(**_SIZES | MODELS[model])

@@ -47,6 +47,7 @@ def test_logits_of_every_family(variant: str, tmp_path: Path) -> None:
     assert largest_difference(make_variant(tmp_path, variant), "float32") < 1e-4
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("variant", ["gemma2"])
 def test_logits_in_16_bits(variant: str, tmp_path: Path) -> None:
     assert largest_difference(make_variant(tmp_path, variant), "float16") < 5e-2

@@ -217,7 +217,7 @@ FILTERS = [{}, {"top_k": 2}, {"top_p": 0.6}, {"min_p": 0.5}, {"temperature": 0.0
 @pytest.mark.parametrize("filters_of_row", FILTERS)
 def test_no_number_counts_as_minus_infinity(filters_of_row: dict) -> None:
     """Which is drawn only where there is nothing else."""
-    logits = torch.full((3, 100), math.nan)
+    logits = torch.full((3, 150), math.nan)  # three blocks, which are reduced as four
     logits[0, 70], logits[1, 80], logits[1, 10:20], logits[2, 50:] = -1e30, 3e38, -math.inf, -math.inf
     assert drawn(logits, [DRAWN | filters_of_row] * 3, [4] * 3) == [70, 80, 0]
 
@@ -235,6 +235,16 @@ def test_of_equal_sums_the_cpu_and_the_gpu_take_the_same() -> None:
     logits = 2**22 + 0.5 * torch.randint(0, 3, (20, 90), generator=torch.Generator().manual_seed(2)).float()
     fields = [DRAWN | {"seed": place, "top_k": 80 * (place % 2)} for place in range(20)]
     assert drawn(logits, fields, [4] * 20) == drawn_on_cpu(logits, fields, [4] * 20)
+
+
+@pytest.mark.parametrize("temperature", [1.3, 0.7])
+def test_scores_are_divided_as_on_the_cpu(temperature: float) -> None:
+    """Neighbouring floats, some of which are equal once they are divided; noise is lost on scores of this size."""
+    generator = torch.Generator().manual_seed(3)
+    base = 2**29 + 64 * torch.randint(0, 2**22, (12, 1), generator=generator)
+    logits = (base + 64 * torch.randint(0, 3, (12, 70), generator=generator)).float()
+    fields = [DRAWN | {"temperature": temperature}] * 12
+    assert drawn(logits, fields, [4] * 12) == drawn_on_cpu(logits, fields, [4] * 12)
 
 
 @pytest.mark.parametrize("top_p, kept_of_equals", [(0.0, 1), (1e-9, 1), (0.24, 1), (0.26, 2), (0.51, 3), (0.99, 4)])

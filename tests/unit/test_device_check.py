@@ -38,8 +38,8 @@ def dry_run(out: Path, stages: list[str]) -> dict:
 
 
 def test_stages_run(tmp_path: Path) -> None:
-    """But for those that make an engine of their own, which takes the interpreter some seconds each."""
-    found = dry_run(tmp_path / "check.json", [name for name in STAGES if name not in ("tokens", "tuning")])
+    """Those without which the others say nothing, and the one with most processes."""
+    found = dry_run(tmp_path / "check.json", ["environment", "kernels", "serving"])
     delivered = found["serving"]["items"]["delivered"]
     assert delivered["tokens"] > 0 and delivered["replies"] > 0
 
