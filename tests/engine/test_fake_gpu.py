@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import random
-
-import numpy as np
 import pytest
 import torch
 
-from backend_lib.arena import logprob_row
 from backend_lib.checkpoint import DecoderConfig, ExpertsConfig, LayerConfig, RopeConfig
 from backend_lib.config import Settings
-from backend_lib.worker.logit_rules import LogitRules
-from backend_lib.worker.machine import Machine
-from backend_lib.worker.scheduler import Scheduler
-from backend_lib.worker.sequence import Sequence
 from tests.support.fake_gpu import FakeGpu
+from tests.support.requests import serve
 
 _ROPE = RopeConfig(dim=128, theta=10000.0)
 _SIZES: dict = {
@@ -35,49 +28,6 @@ _WINDOWS = {
 MODELS = {"llama": {}, "mixture": _MIXTURE, "windows": _WINDOWS}
 
 
-def serve(machine: Machine, settings: Settings, max_position: int, *, count: int, seed: int) -> None:
-    """Random requests through scheduler and runner, a step launched before the one before it has ended."""
-    rng = random.Random(seed)
-    scheduler = Scheduler(
-        kv_tokens=machine.kv_tokens, max_running=settings.max_running, max_model_len=max_position,
-        prefill_chunk=settings.prefill_chunk,
-    )  # fmt: skip
-    waiting = [sequence(rng, slot) for slot in range(count)]
-    previous = None
-    while waiting or not scheduler.idle or previous:
-        if waiting and rng.random() < 0.5:
-            scheduler.add(waiting.pop())
-        plan = scheduler.plan()
-        step = machine.runner.launch(plan) if plan.chunks else None
-        if previous:
-            tokens = previous.finalize().token_ids
-            for each, token in zip(previous.sampled, tokens, strict=True):
-                if not each.finish:
-                    each.accept(token)
-            scheduler.finalize(previous.plan)
-        if step:
-            step.sample()
-        previous = step
-
-
-def sequence(rng: random.Random, slot: int) -> Sequence:
-    length, max_tokens = rng.choice([1, 2, 5, rng.randint(1, 300), rng.randint(1, 3000)]), rng.randint(1, 6)
-    rules = {
-        "repetition_penalty": 1.1, "logit_bias": [[token, 0.5] for token in range(rng.randint(1, 40))],
-        "bad_words": [[token] for token in range(rng.randint(1, 5))], "allowed_token_ids": [0, 1, 2],
-    }  # fmt: skip
-    rules = {name: value for name, value in rules.items() if rng.random() < 0.5}
-    rows = {"logprobs": max_tokens, "prompt_logprobs": length}
-    return Sequence(
-        slot=slot, generation=0, prompt_ids=np.array([rng.randrange(99) for _ in range(length)], dtype=np.int32),
-        output_ids=np.zeros(max_tokens, dtype=np.int32), max_tokens=max_tokens,
-        temperature=rng.choice([0.0, 1.0]), top_k=rng.choice([0, 1, 7]), top_p=rng.choice([1.0, 0.9]),
-        min_p=rng.choice([0.0, 0.1]), rules=LogitRules.from_blob(rules) if rng.random() < 0.4 else None,
-        **{name: np.zeros(number, dtype=logprob_row(rng.randint(1, 4)))
-           for name, number in rows.items() if rng.random() < 0.3},
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     "model", [pytest.param(name, marks=pytest.mark.long) for name in ("llama", "mixture")] + ["windows"]
@@ -91,6 +41,6 @@ def test_nothing_is_compiled_while_serving(model: str, dtype: torch.dtype) -> No
         machine = gpu.machine(config, settings, dtype)
         warm = set(gpu.launches)
         gpu.launches.clear()
-        serve(machine, settings, config.max_position, count=30, seed=0)
+        serve(machine, settings, config.max_position, count=30, seed=0, special=0.5)
     assert len(gpu.launches) > 500
     assert {launch for launch in gpu.launches if launch not in warm} == set()
