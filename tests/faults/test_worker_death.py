@@ -170,7 +170,7 @@ def test_who_is_cancelled_while_no_worker_is_up_is_answered_and_not_computed(fol
         for ask in (gone, waits):
             ask.sender = Gate(after=5)
             router.submit(ask.inbound())
-            assert ask.sender.reached.wait(5)
+            assert ask.sender.reached.wait(20)
         pid = kill_worker(router)
         gone.sender.cancelled = True
         for ask in (gone, waits):
@@ -232,7 +232,7 @@ def test_close_answers_every_open_stream_and_ends_the_worker(long_folder) -> Non
         for ask in asks:
             router.submit(ask.inbound())
         for ask in asks[:4]:
-            assert ask.sender.reached.wait(5)
+            assert ask.sender.reached.wait(20)
         closer = threading.Thread(target=router.close)
         closer.start()
         time.sleep(0.3)
