@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 
 from backend_lib.arena import logprob_row
 from backend_lib.worker.eager_sampling import EagerSampling
+from backend_lib.worker.inputs import FreshInputs, StagedBatch
 from backend_lib.worker.logit_rules import LogitRules
 from backend_lib.worker.logprobs import logprob_rows
 from backend_lib.worker.sampler import Sampler
 from backend_lib.worker.sampling import SamplingBatch, StartedRows
+from backend_lib.worker.scheduler import Chunk, Plan
 from backend_lib.worker.sequence import Sequence
 from kernels.philox import gumbel_noise
 
@@ -285,3 +287,24 @@ def test_logprobs_are_those_of_the_models_own_logits() -> None:
         assert record["token_ids"].tolist() == [token, *order[:3]]
         assert record["rank"] == order.index(token) + 1
         assert np.allclose(record["logprobs"], expected[row][record["token_ids"]], atol=1e-6)
+
+
+def test_a_row_that_has_sampled_nothing_is_not_decoded() -> None:
+    """The relay table is poisoned when a row changes hands: the token of the sequence before it must not be read."""
+    sequence, sampler = new_sequence(3), Sampler(5, CPU, EagerSampling())
+    sequence.num_computed = len(PROMPT)
+    plan = Plan(
+        step=0, chunks=[Chunk(sequence, 3, 1, True)], num_decodes=1, rows=np.array([3]), positions=np.array([3]),
+        kv_index=np.array([0]), started=[],
+    )  # fmt: skip
+
+    def stage() -> torch.Tensor:
+        staged = StagedBatch(plan, torch.from_numpy, padded=1)
+        table = torch.zeros((5, 9), dtype=torch.int32)
+        return FreshInputs().stage(staged, sampler.relay, table, 4, 0).input_ids
+
+    sampler.sample(torch.eye(V)[7:8].clone(), SamplingBatch.of([sequence], [3], V))
+    assert stage().tolist() == [7]
+    sampler.start(StartedRows.of([sequence]), V)
+    with pytest.raises(AssertionError, match="decoded before its token was sampled"):
+        stage()
