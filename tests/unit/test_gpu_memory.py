@@ -21,8 +21,8 @@ def steps(monkeypatch) -> list[str]:
     done: list[str] = []
     told = {
         "reset_peak_memory_stats": lambda: done.append("reset"), "max_memory_allocated": lambda: 19 * GIB,
-        "memory_allocated": lambda: 16 * GIB, "synchronize": lambda: None, "empty_cache": lambda: done.append("emptied"),
-        "mem_get_info": lambda: (10 * GIB, 80 * GIB),
+        "memory_allocated": lambda: 16 * GIB, "synchronize": lambda: None,
+        "empty_cache": lambda: done.append("emptied"), "mem_get_info": lambda: (10 * GIB, 80 * GIB),
     }  # fmt: skip
     for name, answer in told.items():
         monkeypatch.setattr(torch.cuda, name, answer)
