@@ -82,7 +82,8 @@ class CompiledDecoder:
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: torch.Tensor) -> torch.Tensor:
         """Write the step's keys and values into `kv` and return float32 logits [L, V]."""
-        logits_index = batch.logits_index  # held here for as long as the program runs
+        logits_index = batch.logits_index
+        self._held = batch, logits_index  # the step's words point at these until the next one
         if len(batch.input_ids) > self._buffers.capacity or len(logits_index) > self._buffers.capacity:
             self._reserve(max(len(batch.input_ids), len(logits_index)))
         step, buffers = self.step, self._buffers

@@ -22,6 +22,7 @@ from backend_lib.models.linear import DenseLinear, Embedding, Fp16Linear
 from backend_lib.models.load import build_decoder
 from backend_lib.models.mlp import GatedMLP, MixtureOfExperts
 from backend_lib.models.quantised import LOSSLESS, QuantisedEmbedding, QuantisedLinear
+from backend_lib.models.threads import team
 from kernels.cpu.attention import PAIRS
 from kernels.cpu.matmul import GROUP
 from tests.support.checkpoints import make_tiny_llama
@@ -196,6 +197,19 @@ def test_only_some_logits_are_wanted(tmp_path: Path) -> None:
     for wanted in ([15], [3, 0, 15], []):
         part = dataclasses.replace(batch, prompt_logits_index=torch.tensor(wanted, dtype=torch.int64))
         assert torch.equal(decoder.forward(part, some.kv), expected[wanted])
+
+
+def test_a_step_can_be_run_again(tmp_path: Path) -> None:
+    """What its words point at is kept until the next one."""
+    decoder = load(make(tmp_path, "llama"), "int8")
+    assert isinstance(decoder, CompiledDecoder)
+    driver = ForwardDriver(decoder)
+    rows = [driver.add(SEQUENCES[1]) for _ in range(3)]
+    expected = torch.cat(list(driver.step(dict.fromkeys(rows, 5)).values()))
+    rubbish = [torch.full((size,), 1 << 50) for size in range(1, 200)]  # where something has been freed
+    team().run(decoder.operations, decoder.step)
+    assert torch.equal(torch.from_numpy(decoder._buffers.logits)[: len(expected), : decoder.vocab_size], expected)
+    del rubbish
 
 
 def test_heads_that_the_kernels_cannot_attend_with_run_eagerly(tmp_path: Path) -> None:
