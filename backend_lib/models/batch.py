@@ -60,6 +60,8 @@ class ForwardBatch:
     @property
     def logits_index(self) -> torch.Tensor:
         """int64 [L], which of the T tokens are given logits."""
+        if not self.num_decodes and self.prompt_logits_index is not None:
+            return self.prompt_logits_index
         decodes = torch.arange(self.num_decodes, device=self.input_ids.device)
         if self.prompt_logits_index is None:
             return decodes

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
+import numpy as np
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,10 +22,10 @@ class LogitRules:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    bias_ids: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
-    bias: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    bias_ids: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    bias: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.float32))
     bad_words: tuple[tuple[int, ...], ...] = ()
-    allowed: torch.Tensor | None = None
+    allowed: np.ndarray | None = None
 
     @classmethod
     def from_blob(cls, blob: Mapping[str, Any]) -> LogitRules | None:
@@ -36,10 +36,10 @@ class LogitRules:
             return None
         return cls(
             **penalties,
-            bias_ids=torch.tensor([token for token, _ in bias], dtype=torch.int64),
-            bias=torch.tensor([value for _, value in bias], dtype=torch.float32),
+            bias_ids=np.array([token for token, _ in bias], dtype=np.int64),
+            bias=np.array([value for _, value in bias], dtype=np.float32),
             bad_words=tuple(map(tuple, bad_words)),
-            allowed=torch.tensor(allowed) if allowed else None,
+            allowed=np.array(allowed, dtype=np.int64) if allowed else None,
         )
 
     @property

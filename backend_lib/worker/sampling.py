@@ -114,9 +114,11 @@ class SamplingBatch:
 
 
 def _filters(sequences: list[Sequence]) -> dict:
-    drawn = [place for place, sequence in enumerate(sequences) if sequence.temperature > 0]
-    filtered = [place for place in drawn if sequences[place].top_k or sequences[place].top_p < 1]
-    plain = [place for place in drawn if place not in filtered] if filtered else drawn
+    plain: list[int] = []
+    filtered: list[int] = []
+    for place, sequence in enumerate(sequences):
+        if sequence.temperature > 0:
+            (filtered if sequence.top_k or sequence.top_p < 1 else plain).append(place)
     top_k = [sequences[place].top_k for place in filtered]
     return {
         "plain": _int64(plain),
@@ -162,10 +164,11 @@ def _masks(special: list[tuple[int, Sequence]], vocab_size: int) -> tuple[list[i
 
 
 def _biases(ruled: list[tuple[int, LogitRules]]) -> tuple[np.ndarray, np.ndarray]:
-    pairs = [(place, token) for place, rules in ruled for token in rules.bias_ids.tolist()]
-    values = [rules.bias.numpy() for _, rules in ruled]
-    at = np.ascontiguousarray(_int64(pairs).reshape(-1, 2).T)
-    return at, np.concatenate(values) if values else np.empty(0, dtype=np.float32)
+    if not ruled:
+        return np.empty((2, 0), dtype=np.int64), np.empty(0, dtype=np.float32)
+    places = np.repeat([place for place, _ in ruled], [len(rules.bias) for _, rules in ruled])
+    at = np.stack([places, np.concatenate([rules.bias_ids for _, rules in ruled])])
+    return at, np.concatenate([rules.bias for _, rules in ruled])
 
 
 class StartedRows(NamedTuple):

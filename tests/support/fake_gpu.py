@@ -27,7 +27,6 @@ from backend_lib.models.graphs import Graphs
 from backend_lib.models.placement import Placement, step_maker
 from backend_lib.worker import machine as machine_module
 from backend_lib.worker.cuda import CudaDevice
-from backend_lib.worker.logit_rules import LogitRules
 from backend_lib.worker.machine import Machine, build_machine
 
 GPU = torch.device("cuda", 0)
@@ -63,7 +62,6 @@ class FakeGpu:
             patch.setattr(FakeTensor, "data_ptr", _address)
             to_numpy = torch.Tensor.numpy
             patch.setattr(torch.Tensor, "numpy", lambda self: _to_numpy(to_numpy, self))
-            patch.setattr(LogitRules, "from_blob", _with_values(LogitRules.from_blob))
             patch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
             properties = SimpleNamespace(multi_processor_count=132)
             patch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
@@ -160,16 +158,6 @@ def _captured(graphs: Graphs, size: int, launch: Any) -> Any:
     with _launching():
         launch(size)
     return lambda: None
-
-
-def _with_values(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """What the host looks into."""
-
-    def made(blob: Any) -> Any:
-        with unset_fake_temporarily():
-            return make(blob)
-
-    return made
 
 
 # In torch without CUDA indexing and copying look for it. These are the same operations.
