@@ -55,16 +55,17 @@ def build_machine(checkpoint: Checkpoint, settings: Settings, max_model_len: int
         _share_threads(settings, placement)
     device = _device(placement, settings)
     decoder = load_decoder(checkpoint, settings, placement)
-    parts = _Parts(decoder, device, settings, max_model_len, _overlap(placement, settings))
-    kv_tokens = kv_tokens or parts.kv_tokens(placement)
+    parts = _Parts(placement, decoder, device, settings, max_model_len, _overlap(placement, settings))
+    kv_tokens = kv_tokens or parts.kv_tokens()
     log.info("loaded %s in %.1f s; KV cache of %d tokens", settings.model, time.monotonic() - started, kv_tokens)
     runner = parts.runner(kv_tokens)
     runner.capture(settings.max_running)
-    lengths = parts.warm_up_lengths(placement)
-    return Machine(runner, kv_tokens, parts.overlap, warm_up(runner, lengths, everything=placement.by_kernels))
+    seconds_per_token = warm_up(runner, parts.warm_up_lengths(), everything=placement.by_kernels)
+    return Machine(runner, kv_tokens, parts.overlap, seconds_per_token)
 
 
 class _Parts(NamedTuple):
+    placement: Placement
     decoder: Decoder
     device: Device
     settings: Settings
@@ -72,7 +73,7 @@ class _Parts(NamedTuple):
     overlap: bool
 
     def runner(self, kv_tokens: int) -> Runner:
-        in_thread = self.overlap and isinstance(self.device, CpuDevice) and not isinstance(self.decoder, GraphedDecoder)
+        in_thread = self.overlap and not self.placement.by_kernels  # kernels are launched, and run elsewhere
         return Runner(
             self.decoder, kv_tokens=kv_tokens, max_running=self.settings.max_running, max_model_len=self.max_model_len,
             device=self.device, stream=compute_thread() if in_thread else InlineStream(), **self._operations(),
@@ -89,20 +90,20 @@ class _Parts(NamedTuple):
         operations = KernelSampling(max_rows=rows, vocab_size=vocab_size, device=where)
         return {"operations": operations, "inputs": StaticInputs(self.decoder)}
 
-    def warm_up_lengths(self, placement: Placement) -> list[int]:
+    def warm_up_lengths(self) -> list[int]:
         """On a GPU a prompt's length selects kernels, of which each serves at least lengths that differ by a factor of
         two."""
         longest = min(self.settings.prefill_chunk, self.max_model_len - 1)
         usual = min(WARM_UP_TOKENS, longest)
-        if placement.device.type != "cuda":
+        if self.placement.device.type != "cuda":
             return [usual, usual]
         return [*(1 << power for power in range(longest.bit_length())), longest, longest]
 
-    def kv_tokens(self, placement: Placement) -> int:
+    def kv_tokens(self) -> int:
         """Room for the usual length of all that run, or one whole context, as memory allows; on a GPU all there is."""
         wanted = max(self.settings.max_running * USUAL_TOKENS, self.max_model_len)
-        if placement.device.type == "cuda":
-            wanted, free = MAX_KV_TOKENS, self._free_gpu_bytes(placement)
+        if self.placement.device.type == "cuda":
+            wanted, free = MAX_KV_TOKENS, self._free_gpu_bytes()
         else:
             free = available_bytes()
         room = int(free * self.settings.memory_fraction) // self.decoder.kv_bytes_per_token
@@ -112,11 +113,11 @@ class _Parts(NamedTuple):
             )
         return min(wanted, room)
 
-    def _free_gpu_bytes(self, placement: Placement) -> int:
+    def _free_gpu_bytes(self) -> int:
         """What is left when the largest step has what it takes: it is run once, with a KV cache of one token."""
         torch.cuda.reset_peak_memory_stats()
         runner = self.runner(1)
-        warm_up(runner, self.warm_up_lengths(placement)[-1:], everything=True)
+        warm_up(runner, self.warm_up_lengths()[-1:], everything=True)
         del runner
         peak = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
         torch.cuda.synchronize()

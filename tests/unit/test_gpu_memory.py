@@ -33,8 +33,8 @@ def steps(monkeypatch) -> list[str]:
 
 def kv_tokens(bytes_per_token: int, **settings) -> int:
     decoder = SimpleNamespace(kv_bytes_per_token=bytes_per_token)
-    parts = _Parts(decoder, None, Settings(device="cuda", **settings), 100_000, True)  # type: ignore[arg-type]
-    return parts.kv_tokens(ON_GPU)  # type: ignore[arg-type]
+    parts = _Parts(ON_GPU, decoder, None, Settings(device="cuda", **settings), 100_000, True)  # type: ignore[arg-type]
+    return parts.kv_tokens()
 
 
 def test_what_the_largest_step_takes_is_left_to_it(steps) -> None:
