@@ -14,13 +14,12 @@ step one of these is aborted and another comes, and the prefix cache is full of 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +27,7 @@ import numpy as np
 from backend_lib.arena import Arena, ArenaSpec, CommandKind, Doorbell
 from backend_lib.config import Settings
 from backend_lib.worker.engine import build_engine
+from benchmarks.slots import request_bytes, write_request
 
 PROMPT_LEN = 16
 SMALL_NODE = 4
@@ -66,7 +66,7 @@ class LoopBench:
     ) -> None:  # fmt: skip
         _write_hash_checkpoint(folder)
         self._max_tokens = max_tokens
-        self._slot_bytes = -(-(64 + 4 * (PROMPT_LEN + max_tokens)) // 64) * 64
+        self._slot_bytes = request_bytes(PROMPT_LEN, max_tokens)
         max_model_len = PROMPT_LEN + max_tokens
         settings = Settings(
             model=str(folder), max_running=max_running, max_model_len=max_model_len, overlap=args.overlap,
@@ -95,18 +95,10 @@ class LoopBench:
     def _post(self) -> None:
         self._admit(range(PROMPT_LEN))
 
-    def _admit(self, prompt: Iterable[int]) -> tuple[int, int]:
+    def _admit(self, prompt: Sequence[int]) -> tuple[int, int]:
         slot, self._generation = self._free.popleft(), self._generation + 1
-        blob = json.dumps({"stop_token_ids": []}).encode()
         at = slot * self._slot_bytes
-        fields = {
-            "generation": self._generation, "params_offset": at, "params_bytes": len(blob), "prompt_offset": at + 64,
-            "prompt_len": PROMPT_LEN, "output_offset": at + 64 + 4 * PROMPT_LEN, "max_tokens": self._max_tokens,
-            "ignore_eos": 1, "top_p": 1.0,
-        }  # fmt: skip
-        self._arena.slots.write(slot, fields)
-        self._arena.slots.write_params(slot, blob)
-        self._arena.slots.prompt_ids(slot)[:] = list(prompt)
+        write_request(self._arena.slots, slot, self._generation, at, prompt, self._max_tokens)
         self._ring.post(CommandKind.ADMIT, slot, self._generation)
         return slot, self._generation
 

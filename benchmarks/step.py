@@ -10,7 +10,6 @@ same rows, real arena and all, so that what a step costs outside the program is 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections import deque
@@ -28,6 +27,7 @@ from backend_lib.models.threads import share_threads, team
 from backend_lib.worker.cores import usable_cores
 from backend_lib.worker.eager_sampling import best_tokens
 from backend_lib.worker.engine import build_engine
+from benchmarks.slots import request_bytes, write_request
 from kernels.cpu import program
 
 CONTEXT = 192
@@ -113,7 +113,7 @@ class RealLoop:
 
     def __init__(self, settings: Settings, rows: int) -> None:
         self.rows = rows
-        room = 64 + 4 * (self.PROMPT + CONTEXT * 4)
+        room = request_bytes(self.PROMPT, CONTEXT * 4)
         spec = ArenaSpec(
             num_groups=1, num_ranks=1, num_slots=rows, ring_records=4096, dirty_records=4096, heap_bytes=room * rows
         )
@@ -123,15 +123,7 @@ class RealLoop:
             self._admit(slot, slot * room)
 
     def _admit(self, slot: int, at: int) -> None:
-        blob = json.dumps({"stop_token_ids": []}).encode()
-        fields = {
-            "generation": 1, "params_offset": at, "params_bytes": len(blob), "prompt_offset": at + 64,
-            "prompt_len": self.PROMPT, "output_offset": at + 64 + 4 * self.PROMPT, "max_tokens": CONTEXT * 3,
-            "ignore_eos": 1, "top_p": 1.0,
-        }  # fmt: skip
-        self.arena.slots.write(slot, fields)
-        self.arena.slots.write_params(slot, blob)
-        self.arena.slots.prompt_ids(slot)[:] = range(slot, slot + self.PROMPT)
+        write_request(self.arena.slots, slot, 1, at, range(slot, slot + self.PROMPT), CONTEXT * 3)
         self.arena.ring(0).post(CommandKind.ADMIT, slot, 1)
 
     def warm_up(self, steps: int) -> None:

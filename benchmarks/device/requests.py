@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from backend_lib.arena import Arena, CommandKind
 from benchmarks.device.scale import Scale
-
-_BLOB = json.dumps({"stop_token_ids": [], "prefix_cache": False}).encode()
-_ROOM = 64  # bytes for it
+from benchmarks.slots import request_bytes, write_request
 
 
 class Placed(NamedTuple):
@@ -36,15 +33,11 @@ class Requests:
     def place(self, prompt: Sequence[int], max_tokens: int, **fields: Any) -> Placed:
         self._generation += 1
         slot, at = self._slot, self._offset
-        self._slot, self._offset = slot + 1, at + _ROOM + -(-4 * (len(prompt) + max_tokens) // 64) * 64
+        self._slot, self._offset = slot + 1, at + request_bytes(len(prompt), max_tokens)
         assert self._slot <= len(self._arena.slots) and self._offset <= self._arena.spec.heap_bytes
-        self._arena.slots.write(slot, {
-            "generation": self._generation, "params_offset": at, "params_bytes": len(_BLOB), "ignore_eos": 1,
-            "prompt_offset": at + _ROOM, "prompt_len": len(prompt), "output_offset": at + _ROOM + 4 * len(prompt),
-            "max_tokens": max_tokens, "top_p": 1.0, **fields,
-        })  # fmt: skip
-        self._arena.slots.write_params(slot, _BLOB)
-        self._arena.slots.prompt_ids(slot)[:] = prompt
+        write_request(
+            self._arena.slots, slot, self._generation, at, prompt, max_tokens, params={"prefix_cache": False}, **fields
+        )
         return Placed(slot, self._generation, max_tokens)
 
     def post(self, placed: Placed) -> None:
