@@ -185,6 +185,13 @@ class GrpcStream:
     def cancel(self) -> None:
         self._client.stop_stream(cancel_requests=True)
 
+    def finish(self) -> None:
+        """Close a stream on which all has been answered, as a polite client does: it sends no more, and waits for the
+        server to say that it is over. A cancellation in the moment of the last response leaves the model UNLOADING in
+        some releases of Triton."""
+        self._client.stop_stream()
+        self._client.close()
+
     def close(self) -> None:
         """Cancel what still runs: waiting for it could take for ever."""
         self.cancel()
