@@ -76,8 +76,20 @@ class Settings:
         help="format of the weights on a CPU, see docs/weights.md; `auto` is int4 where that loses nothing, else int8",
     )
     overlap: str = _choice("auto", "on", "off", help="whether the loop prepares a step while the one before it runs")
-    tensor_parallel: int = _number(1, 1, 1, help="workers that share one copy of the weights")
-    data_parallel: int = _number(1, 1, 1, help="copies of the weights")
+    tensor_parallel: int = _number(1, 1, 64, help="workers that share one copy of the weights")
+    data_parallel: int = _number(1, 1, 64, help="copies of the weights, each with workers of its own")
+    gpus: str = _text(
+        "auto",
+        help="GPUs of the workers, copy after copy, by their numbers among those that are visible, such as `0,1`; "
+        "`auto` is the first ones",
+    )
+    agreement: str = _choice(
+        "auto",
+        "arena",
+        "broadcast",
+        help="how the first worker of a copy tells the others what to do in a step: through shared memory or by a "
+        "collective; `auto` is `arena`",
+    )
     max_running: int = _number(
         None, 1, 4096,
         help="sequences computed at the same time, per copy of the weights; `auto` is 32, on a GPU 256",

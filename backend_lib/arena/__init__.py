@@ -1,6 +1,7 @@
 """What crosses the process boundary between the router and its workers, and nothing else."""
 
 from backend_lib.arena.arena import Arena, ArenaMismatch
+from backend_lib.arena.decisions import MAX_EVENTS, Decision, DecisionRing, Digests, Event, RankBehind
 from backend_lib.arena.dirty import DirtyList, SlotRef
 from backend_lib.arena.extents import ExtentAllocator
 from backend_lib.arena.layout import ArenaSpec, logprob_row
@@ -10,17 +11,23 @@ from backend_lib.arena.status import Load, StatusBlock, WorkerState
 from backend_lib.arena.wakeup import Doorbell
 
 __all__ = [
+    "MAX_EVENTS",
     "Arena",
     "ArenaMismatch",
     "ArenaSpec",
     "Command",
     "CommandKind",
     "CommandRing",
+    "Decision",
+    "DecisionRing",
+    "Digests",
     "DirtyList",
     "Doorbell",
+    "Event",
     "ExtentAllocator",
     "Load",
     "Published",
+    "RankBehind",
     "RingFull",
     "SlotRef",
     "SlotTable",

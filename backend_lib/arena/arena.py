@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from backend_lib.arena.decisions import DecisionRing, Digests
 from backend_lib.arena.dirty import DirtyList
 from backend_lib.arena.layout import CONFIG_OFFSET, HEADER_BYTES, LAYOUT_VERSION, MAGIC, SLOT, ArenaSpec
 from backend_lib.arena.ring import CommandRing
@@ -84,6 +85,13 @@ class Arena:
         base = self.spec.group_offset(group) + self.spec.group.dirty
         return DirtyList(self.words, base=base, num_records=self.spec.dirty_records)
 
+    def decisions(self, group: int) -> DecisionRing:
+        base = self.spec.group_offset(group) + self.spec.group.decisions
+        return DecisionRing(self.memory, self.words, base=base, num_ranks=self.spec.num_ranks)
+
+    def digests(self, group: int) -> Digests:
+        return Digests(self.words, base=self.spec.group_offset(group) + self.spec.group.digests)
+
     def status(self, group: int, rank: int) -> StatusBlock:
         return StatusBlock(self.memory, self.words, self.spec, group, rank)
 
@@ -93,6 +101,15 @@ class Arena:
     def set_epoch(self, group: int, epoch: int) -> None:
         """The router's word: a worker that was started for another epoch must leave."""
         self.words[self.spec.group_offset(group) // 8] = epoch
+
+    def clear_group(self, group: int) -> None:
+        """What its workers left unread is forgotten, and a new epoch begins. Only while no worker is attached to it."""
+        self.ring(group).discard()
+        self.decisions(group).discard()
+        self.digests(group).discard(self.spec.num_ranks)
+        for rank in range(self.spec.num_ranks):
+            self.status(group, rank).reset()
+        self.set_epoch(group, self.epoch(group) + 1)
 
     def _slot_headers(self) -> np.ndarray:
         return np.frombuffer(self.memory, dtype=SLOT, count=self.spec.num_slots, offset=self.spec.slots_offset)

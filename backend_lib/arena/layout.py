@@ -1,6 +1,7 @@
 """Where everything lies in the arena.
 
-    header · per group: epoch line, command ring, dirty list, a status block per rank · slots · heap of extents
+    header · per group: epoch line, command ring, dirty list, decisions, digests and a status block per rank · slots ·
+heap of extents
 
 A word is one aligned unsigned 64-bit integer with exactly one writer. Words that publish something are stored after the
 payload they publish; x86-64 keeps stores in order, so a reader that sees the word sees the payload.
@@ -15,13 +16,17 @@ from functools import cached_property
 import numpy as np
 
 MAGIC = 0x314D45444E4154  # "TANDEM1" in little-endian bytes
-LAYOUT_VERSION = 3
+LAYOUT_VERSION = 4
 
 LINE = 64  # bytes of a cache line: words of different writers never share one
 HEADER_BYTES = 1 << 16
 CONFIG_OFFSET = 256
 RECORD_BYTES = 64
 DIRTY_BYTES = 16
+DECISIONS = 64  # records of a group's decisions
+DECISION_BYTES = 512
+DIGESTS = 64  # steps of which a rank's digests are kept
+DIGEST_WORDS = 8
 STATUS_BYTES = 2048
 ERROR_BYTES = 1024
 
@@ -79,10 +84,12 @@ class ArenaSpec:
         cursors = LINE * 2
         records = cursors + LINE * self.num_ranks
         dirty = records + RECORD_BYTES * self.ring_records
-        status = align(dirty + LINE * 2 + DIRTY_BYTES * self.dirty_records)
+        decisions = align(dirty + LINE * 2 + DIRTY_BYTES * self.dirty_records)
+        digests = decisions + LINE * (1 + self.num_ranks) + DECISIONS * DECISION_BYTES
+        status = digests + self.num_ranks * DIGESTS * DIGEST_WORDS * 8
         return GroupLayout(
-            epoch=0, ring_head=LINE, cursors=cursors, records=records, dirty=dirty, status=status,
-            num_bytes=status + STATUS_BYTES * self.num_ranks,
+            epoch=0, ring_head=LINE, cursors=cursors, records=records, dirty=dirty, decisions=decisions,
+            digests=digests, status=status, num_bytes=status + STATUS_BYTES * self.num_ranks,
         )  # fmt: skip
 
     def group_offset(self, group: int) -> int:
@@ -108,5 +115,7 @@ class GroupLayout:
     cursors: int
     records: int
     dirty: int
+    decisions: int
+    digests: int
     status: int
     num_bytes: int

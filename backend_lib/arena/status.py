@@ -33,8 +33,8 @@ class Load(NamedTuple):
     recomputed: int
 
 
-_STATE, _TIME, _KV_TOKENS, _ERROR_LEN, _PREDICTED_STEP = range(5)
-_LOAD = 5  # first of the gauges' words
+_STATE, _TIME, _KV_TOKENS, _ERROR_LEN, _PREDICTED_STEP, _PORT = range(6)
+_LOAD = 6  # first of the gauges' words
 _ERROR_AT = STATUS_BYTES - ERROR_BYTES
 
 
@@ -63,6 +63,14 @@ class StatusBlock:
     def predicted_step(self) -> float:
         """Seconds that a full step is expected to take, measured while the worker warmed up."""
         return self._words[_PREDICTED_STEP] / 1e9
+
+    @property
+    def port(self) -> int:
+        """Of rank 0: where the ranks of its group find each other, on the loopback; 0 until it listens."""
+        return self._words[_PORT]
+
+    def set_port(self, port: int) -> None:
+        self._words[_PORT] = port
 
     @property
     def load(self) -> Load:

@@ -35,10 +35,9 @@ class Group:
         self.index = index
         self.ring = arena.ring(index)
         self.dirty = arena.dirty_list(index)
-        self.commands = Doorbell()
+        self.bells = [Doorbell() for _ in range(arena.spec.num_ranks)]  # each rank waits at its own
         self.replies = Doorbell()
         self._arena = arena
-        self._status = arena.status(index, 0)
         self._slots = arena.slots
         self._max_posted = max_running + LOOKAHEAD
         self._on_released = on_released
@@ -128,9 +127,7 @@ class Group:
         """
         with self._lock:
             was_up, self._up = self._up, False
-            self.ring.discard()
-            self._arena.set_epoch(self.index, self._arena.epoch(self.index) + 1)
-            self._status.reset()
+            self._arena.clear_group(self.index)
             for stream in self._given.values():
                 if was_up and is_blamed:  # no request kills a worker that still loads
                     self._count_death(stream)
@@ -194,5 +191,5 @@ class Group:
 
     def _post(self, kind: CommandKind, stream: Stream) -> int:
         sequence = self.ring.post(kind, stream.slot, stream.generation)
-        self.commands.ring()
+        self.bells[0].ring()  # rank 0 tells the others
         return sequence

@@ -28,14 +28,15 @@ class WorkerProcess:
 
     def __init__(self, arena: Arena, group: Group, *, rank: int, server: int | None) -> None:
         """`server`: a pidfd of the process with which the router is to end, if there is one."""
-        fds = {"arena": arena.fd, "commands": group.commands.fd, "replies": group.replies.fd}
-        fds |= {} if server is None else {"server": server}
+        fds = {"arena": arena.fd, "replies": group.replies.fd} | ({} if server is None else {"server": server})
+        bells = [bell.fd for bell in group.bells]
         numbers = {"group": group.index, "rank": rank, "epoch": arena.epoch(group.index), "parent": os.getpid()}
         arguments = [f"--{name}={value}" for name, value in (fds | numbers).items()]
+        arguments.append(f"--bells={','.join(map(str, bells))}")
         self._oom_kills = _oom_kills()
         self._process = subprocess.Popen(
             [python_executable(), "-m", "backend_lib.worker", *arguments],
-            pass_fds=list(fds.values()), start_new_session=True, stdin=subprocess.DEVNULL, env=_environment(),
+            pass_fds=[*fds.values(), *bells], start_new_session=True, stdin=subprocess.DEVNULL, env=_environment(),
         )  # fmt: skip
         self.pid = self._process.pid
         self._pidfd = os.pidfd_open(self.pid)

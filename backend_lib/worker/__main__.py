@@ -42,8 +42,8 @@ def _serve(arena: Arena, status: StatusBlock, args: argparse.Namespace) -> None:
     """Load the model, say so, and compute until killed. torch is first imported here."""
     from backend_lib.worker.engine import build_engine
 
-    commands, replies = Doorbell(args.commands), Doorbell(args.replies)
-    engine = build_engine(arena, args.group, args.rank, commands=commands, replies=replies)
+    bells, replies = [Doorbell(fd) for fd in args.bells], Doorbell(args.replies)
+    engine = build_engine(arena, args.group, args.rank, bells=bells, replies=replies)
     crash_points.reach("loaded")
     status.set_ready(engine.kv_tokens, engine.predicted_step)
     crash_points.reach("ready")
@@ -65,7 +65,6 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="backend_lib.worker", description=__doc__)
     for name, text in {
         "arena": "descriptor of the arena",
-        "commands": "descriptor of the doorbell that the router rings",
         "replies": "descriptor of the doorbell that this worker rings",
         "group": "which copy of the weights",
         "rank": "place in the group",
@@ -73,6 +72,10 @@ def _arguments() -> argparse.Namespace:
         "parent": "process id of the router",
     }.items():
         parser.add_argument(f"--{name}", type=int, required=True, help=text)
+    parser.add_argument(
+        "--bells", type=lambda text: [int(fd) for fd in text.split(",")], required=True,
+        help="descriptors of the doorbells at which the ranks wait; the router rings that of rank 0",
+    )  # fmt: skip
     parser.add_argument("--server", type=int, help="pidfd of tritonserver")
     return parser.parse_args()
 

@@ -27,7 +27,7 @@ class Engine(NamedTuple):
     predicted_step: float
 
 
-def build_engine(arena: Arena, group: int, rank: int, *, commands: Doorbell, replies: Doorbell) -> Engine:
+def build_engine(arena: Arena, group: int, rank: int, *, bells: list[Doorbell], replies: Doorbell) -> Engine:
     """Load and warm the model of `arena.config`.
 
     Raises:
@@ -48,9 +48,9 @@ def build_engine(arena: Arena, group: int, rank: int, *, commands: Doorbell, rep
         prefill_chunk=settings.prefill_chunk, conservative=settings.admission == "conservative",
     )  # fmt: skip
     gc.freeze()  # weights and code stay; a collection need not look at them again
-    preparation = Preparation(GrammarCompiler(checkpoint, on_done=commands.ring))
+    preparation = Preparation(GrammarCompiler(checkpoint, on_done=bells[0].ring))
     loop = InferLoop(
-        SoloAgreement(arena.ring(group), commands, rank, prepared=preparation.done),
+        SoloAgreement(arena.ring(group), bells[rank], rank, prepared=preparation.done),
         scheduler,
         machine.runner,
         Publisher(arena.slots, arena.dirty_list(group), replies),
