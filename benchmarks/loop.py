@@ -78,7 +78,7 @@ class LoopBench:
         )  # fmt: skip
         self._arena = Arena.create(spec, {"settings": settings.as_dict(), "max_model_len": max_model_len})
         self._ring, self._dirty = self._arena.ring(0), self._arena.dirty_list(0)
-        self._loop = build_engine(self._arena, 0, 0, commands=Doorbell(), replies=Doorbell()).loop
+        self._loop = build_engine(self._arena, 0, 0, bells=[Doorbell()], replies=Doorbell()).loop
         self._free = deque(range(num_slots))
         self._generation = 0
 

@@ -118,7 +118,7 @@ class RealLoop:
             num_groups=1, num_ranks=1, num_slots=rows, ring_records=4096, dirty_records=4096, heap_bytes=room * rows
         )
         self.arena = Arena.create(spec, {"settings": settings.as_dict(), "max_model_len": 4 * CONTEXT})
-        self.loop = build_engine(self.arena, 0, 0, commands=Doorbell(), replies=Doorbell()).loop
+        self.loop = build_engine(self.arena, 0, 0, bells=[Doorbell()], replies=Doorbell()).loop
         for slot in range(rows):
             self._admit(slot, slot * room)
 

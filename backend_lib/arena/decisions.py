@@ -1,6 +1,6 @@
 """What rank 0 of a group tells the others before each step, and what each rank says it came to after it.
 
-Decisions: one producer (rank 0), one cursor per rank. Rank 0 writes a record and then the head; a rank reads the record
+Decisions: one producer (rank 0), one cursor for each other rank. Rank 0 writes a record and then the head; a rank reads the record
 after its cursor and then moves the cursor. A record is overwritten only when every rank has read it. Digests: each rank
 writes its own and anybody compares.
 """
@@ -64,7 +64,7 @@ class DecisionRing:
         self._memory = memory
         self._words = words
         self._head = base // 8
-        self._cursors = [(base + LINE * (1 + rank)) // 8 for rank in range(num_ranks)]
+        self._cursors = {rank: (base + LINE * (1 + rank)) // 8 for rank in range(1, num_ranks)}  # the others'
         self._records = base + LINE * (1 + num_ranks)
 
     def publish(self, decision: Decision, *, timeout: float) -> None:
@@ -93,7 +93,7 @@ class DecisionRing:
 
     def discard(self) -> None:
         """Begin again at 1. Only while no worker is attached to the group."""
-        for word in (self._head, *self._cursors):
+        for word in (self._head, *self._cursors.values()):
             self._words[word] = 0
 
     def _at(self, step: int) -> int:
@@ -101,14 +101,15 @@ class DecisionRing:
 
     def _wait_for_room(self, step: int, timeout: float) -> None:
         deadline = time.monotonic() + timeout
-        while step - min(self._words[word] for word in self._cursors) > DECISIONS:
+        while step - (least := min(read := self._read())) > DECISIONS:
             if time.monotonic() > deadline:
-                read = [self._words[word] for word in self._cursors]
-                behind = min(range(len(read)), key=read.__getitem__)
-                raise RankBehind(
-                    f"rank {behind} is at step {read[behind]} of {step} and did not move for {timeout:g} s"
-                )
+                behind = 1 + read.index(least)
+                raise RankBehind(f"rank {behind} is at step {least} of {step} and did not move for {timeout:g} s")
             time.sleep(0.0001)
+
+    def _read(self) -> list[int]:
+        """How far each rank but 0 has come."""
+        return [self._words[word] for word in self._cursors.values()]
 
 
 class Digests:

@@ -17,6 +17,10 @@ class WorkerState(IntEnum):
     FAILED = 3
 
 
+# Exit status of a worker that ends because another rank of its group has ended.
+LOST_GROUP = 3
+
+
 class Load(NamedTuple):
     """Gauges of a running worker, and counts since it came up.
 

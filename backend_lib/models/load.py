@@ -13,11 +13,14 @@ from backend_lib.models.decoder import TransformerDecoder
 from backend_lib.models.graphed import GraphedDecoder
 from backend_lib.models.hash_model import HashModel
 from backend_lib.models.linear import QUANTISED
+from backend_lib.models.parallel import ALONE, Ranks
 from backend_lib.models.placement import Placement, place, step_maker
 from backend_lib.models.weights import open_tensors
 
 
-def load_decoder(checkpoint: Checkpoint, settings: Settings, placement: Placement | None = None) -> Decoder:
+def load_decoder(
+    checkpoint: Checkpoint, settings: Settings, placement: Placement | None = None, ranks: Ranks = ALONE
+) -> Decoder:
     """`placement`: as `place(settings, checkpoint)` says, which is asked if it is not given.
 
     Raises ValueError naming a tensor or file that is missing, damaged or of the wrong shape, or a setting that this

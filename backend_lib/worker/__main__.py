@@ -12,6 +12,7 @@ import threading
 import traceback
 
 from backend_lib.arena import Arena, Doorbell, StatusBlock
+from backend_lib.arena.status import LOST_GROUP
 from backend_lib.worker import crash_points
 from backend_lib.worker.parent import die_with_parent
 
@@ -32,10 +33,12 @@ def main() -> None:
     try:
         _serve(arena, status, args)
     except Exception as error:
-        traceback.print_exc()
+        is_lost = type(error).__name__ == "LostGroup"  # its module imports torch, which may be what has failed
+        if not is_lost:
+            traceback.print_exc()
         status.set_failed(f"{type(error).__name__}: {error}")
         Doorbell(args.replies).ring()
-        sys.exit(1)
+        sys.exit(LOST_GROUP if is_lost else 1)
 
 
 def _serve(arena: Arena, status: StatusBlock, args: argparse.Namespace) -> None:

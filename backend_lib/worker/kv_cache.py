@@ -22,6 +22,11 @@ class KvCache:
     def num_free(self) -> int:
         return self._num_free
 
+    @property
+    def free(self) -> np.ndarray:
+        """int32 [num_free], in the order in which they will be handed out, from the end."""
+        return self._free[: self._num_free]
+
     def allocate(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """int64 [T] indices for the T places (rows[t], positions[t]). The caller has made sure that there is room."""
         count = len(rows)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from backend_lib.arena import Command, CommandKind, Load, StatusBlock
+from backend_lib.arena import Command, CommandKind, Event, Load, StatusBlock
 from backend_lib.request import FinishReason
-from backend_lib.worker.agreement import Agreement, StepDecision
+from backend_lib.worker.agreement import Agreement, EventKind, StepDecision, ended
 from backend_lib.worker.crash_points import reach
 from backend_lib.worker.logprobs import store
 from backend_lib.worker.preparation import Preparation
@@ -17,11 +17,15 @@ from backend_lib.worker.sequence import Sequence
 
 
 class InferLoop:
-    """With `overlap` step N+1 is launched before step N's tokens are known, and N is published while N+1 runs."""
+    """With `overlap` step N+1 is launched before step N's tokens are known, and N is published while N+1 runs.
+
+    `check`: is given the state after every pass, and raises when it is not as it should be.
+    """
 
     def __init__(
         self, node: Agreement, scheduler: Scheduler, runner: Runner, publisher: Publisher, status: StatusBlock, *,
         preparation: Preparation, read_slot: Callable[[int, int], Sequence], overlap: bool,
+        check: Callable[[Scheduler, list[int]], None] | None = None,
     ) -> None:  # fmt: skip
         self._node = node
         self._scheduler = scheduler
@@ -31,6 +35,8 @@ class InferLoop:
         self._preparation = preparation
         self._read_slot = read_slot
         self._overlap = overlap
+        self._check = check
+        self._newest_ids: list[int] = []  # of the step that was finalized last
         self._previous: Step | None = None
         self._step = 0
 
@@ -40,8 +46,8 @@ class InferLoop:
 
     def run_once(self) -> None:
         """One pass. Blocks only while there is nothing to compute, to publish or to apply."""
-        decision = self._node.receive(block=self._scheduler.idle and self._previous is None)
-        self._apply(decision)
+        self._apply(self._node.receive(block=self._is_idle))
+        self._node.announce(busy=not self._is_idle)
         step = self._launch(self._scheduler.plan())
         self._finalize(self._previous)
         if step:
@@ -51,6 +57,8 @@ class InferLoop:
             self._finalize(step)
             step = None
         self._previous = step
+        if self._check:
+            self._check(self._scheduler, self._newest_ids)
         self._publisher.flush()
         self._report()
 
@@ -60,8 +68,11 @@ class InferLoop:
                 self._admit(command)
             else:
                 self._abort(command)
-        for prepared in decision.prepared:
-            self._admit_prepared(*prepared)
+        for event in decision.events:
+            if event.kind in (EventKind.PREPARED, EventKind.REFUSED):
+                self._admit_prepared(event)
+            else:
+                self._end(event.slot, event.generation, FinishReason(event.kind - EventKind.ENDED))
         self._node.applied(decision)
 
     def _admit(self, command: Command) -> None:
@@ -75,25 +86,30 @@ class InferLoop:
         except (ValueError, KeyError) as error:
             self._publisher.failed(command.slot, command.generation, f"the request could not be prepared: {error}")
 
-    def _admit_prepared(self, slot: int, generation: int, error: str) -> None:
+    def _admit_prepared(self, event: Event) -> None:
         """Its grammar is compiled, or cannot be; unless it has been aborted meanwhile."""
+        _, slot, generation = event
         taken = self._preparation.take(slot, generation)
         if taken is None:
             return
-        sequence, grammar = taken
+        sequence, refused = taken
+        if event.kind == EventKind.REFUSED:
+            self._publisher.failed(slot, generation, *(refused or ()))
+            return
         try:
-            if grammar is not None:
-                self._publisher.begun(slot)  # to follow what has been published takes time, for which it answers
-                sequence.follow(grammar)
-                self._scheduler.add(sequence)
-                return
+            self._scheduler.add(sequence)
         except ValueError as problem:
-            error = str(problem)
-        self._publisher.failed(slot, generation, error, FinishReason.INVALID)
+            self._publisher.failed(slot, generation, str(problem), FinishReason.INVALID)
 
     def _abort(self, command: Command) -> None:
         gone = self._preparation.abort(command.slot, command.generation)
-        gone = gone or self._scheduler.abort(command.slot, command.generation)
+        if gone:
+            self._publisher.released(gone)
+        else:
+            self._end(command.slot, command.generation, FinishReason.CANCELLED)
+
+    def _end(self, slot: int, generation: int, finish: FinishReason) -> None:
+        gone = self._scheduler.abort(slot, generation, finish)
         if gone:
             self._publisher.released(gone)
 
@@ -111,19 +127,29 @@ class InferLoop:
         if step is None:
             return
         results = step.finalize()
+        self._newest_ids = results.token_ids
         for sequence, places, records in results.prompt_logprobs:
             store(sequence.prompt_logprobs, places, records)
         for sequence, record in results.logprobs:
-            if not sequence.finish:
+            if not sequence.told_finish:
                 store(sequence.logprobs, sequence.output_len, record)
         for sequence, token_id in zip(step.sampled, results.token_ids, strict=True):
-            if not sequence.finish:
-                sequence.accept(token_id)
-                self._publisher.token(sequence)
+            if not sequence.told_finish:
+                self._accept(sequence, token_id)
         reach("ids written")
         for sequence in self._scheduler.finalize(step.plan):
             self._publisher.released(sequence)
             reach("freed")
+
+    def _accept(self, sequence: Sequence, token_id: int) -> None:
+        sequence.accept(token_id)
+        self._publisher.token(sequence)
+        if sequence.grammar_finish and not sequence.finish:
+            self._node.tell(ended(sequence.slot, sequence.generation, sequence.grammar_finish))
+
+    @property
+    def _is_idle(self) -> bool:
+        return self._scheduler.idle and self._previous is None
 
     def _report(self) -> None:
         scheduler = self._scheduler

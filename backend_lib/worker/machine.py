@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from backend_lib.worker.device import CpuDevice, Device
 from backend_lib.worker.eager_sampling import EagerSampling
 from backend_lib.worker.inputs import FreshInputs
 from backend_lib.worker.memory import available_bytes
+from backend_lib.worker.process_groups import SOLO, RankGroup, Solo
 from backend_lib.worker.runner import InlineStream, Runner, compute_thread
 from backend_lib.worker.waits import cpu_guard, cuda_guard, no_guard
 from backend_lib.worker.warm_up import warm_up
@@ -36,32 +38,40 @@ MAX_KV_TOKENS = (1 << 31) - 2  # indices are 32 bits, and one is the spare's
 
 
 class Machine(NamedTuple):
-    """`overlap`: whether a step is launched before the one before it is known. `seconds_per_token`: of a prompt."""
+    """`overlap`: whether a step is launched before the one before it is known. `seconds_per_token`: of a prompt.
+    `ranks`: those that compute together."""
 
     runner: Runner
     kv_tokens: int
     overlap: bool
     seconds_per_token: float
+    ranks: RankGroup | Solo
 
 
-def build_machine(checkpoint: Checkpoint, settings: Settings, max_model_len: int, *, kv_tokens: int | None) -> Machine:
-    """Load the model, take memory for `kv_tokens` or as many as fit, and warm it up.
+def build_machine(
+    checkpoint: Checkpoint, settings: Settings, max_model_len: int, *, kv_tokens: int | None,
+    join: Callable[[torch.device], RankGroup | Solo] = lambda device: SOLO,
+) -> Machine:  # fmt: skip
+    """Load the model, take memory for `kv_tokens` or as many as fit on every rank, and warm it up.
+
+    `join`: meets the other ranks of the group, with the device that they compute on.
 
     Raises ValueError when the checkpoint or a setting cannot be served.
     """
     started = time.monotonic()
     placement = place(settings, checkpoint)
+    ranks = join(placement.device)
     if placement.device.type == "cpu":
         _share_threads(settings, placement)
     device = _device(placement, settings)
-    decoder = load_decoder(checkpoint, settings, placement)
-    parts = _Parts(placement, decoder, device, settings, max_model_len, _overlap(placement, settings))
-    kv_tokens = kv_tokens or parts.kv_tokens()
+    decoder = load_decoder(checkpoint, settings, placement, ranks)
+    parts = _Parts(placement, decoder, device, settings, max_model_len, _overlap(placement, settings), ranks)
+    kv_tokens = ranks.minimum(kv_tokens or parts.kv_tokens())
     log.info("loaded %s in %.1f s; KV cache of %d tokens", settings.model, time.monotonic() - started, kv_tokens)
     runner = parts.runner(kv_tokens)
     runner.capture(settings.max_running)
     seconds_per_token = warm_up(runner, parts.warm_up_lengths(), everything=placement.by_kernels)
-    return Machine(runner, kv_tokens, parts.overlap, seconds_per_token)
+    return Machine(runner, kv_tokens, parts.overlap, seconds_per_token, ranks)
 
 
 class _Parts(NamedTuple):
@@ -71,12 +81,14 @@ class _Parts(NamedTuple):
     settings: Settings
     max_model_len: int
     overlap: bool
+    ranks: RankGroup | Solo
 
     def runner(self, kv_tokens: int) -> Runner:
         in_thread = self.overlap and not self.placement.by_kernels  # kernels are launched, and run elsewhere
         return Runner(
             self.decoder, kv_tokens=kv_tokens, max_running=self.settings.max_running, max_model_len=self.max_model_len,
-            device=self.device, stream=compute_thread() if in_thread else InlineStream(), **self._operations(),
+            device=self.device, stream=compute_thread() if in_thread else InlineStream(), ranks=self.ranks,
+            **self._operations(),
         )  # fmt: skip
 
     def _operations(self) -> dict:
@@ -105,7 +117,8 @@ class _Parts(NamedTuple):
         if self.placement.device.type == "cuda":
             wanted, free = MAX_KV_TOKENS, self._free_gpu_bytes()
         else:
-            free = available_bytes()
+            workers = self.settings.tensor_parallel * self.settings.data_parallel
+            free = available_bytes() // workers  # all of them look at the same memory
         room = int(free * self.settings.memory_fraction) // self.decoder.kv_bytes_per_token
         if room < 2:
             raise ValueError(

@@ -26,9 +26,9 @@ class Publisher:
         self._touched[SlotRef(sequence.slot, sequence.generation)] = (sequence, False)
         if sequence.output_len == 1:
             self._stamp("first_token_ns", sequence)
-        if sequence.finish:
+        if sequence.told_finish:
             self._stamp("last_token_ns", sequence)
-        if sequence.finish is FinishReason.ERROR:
+        if sequence.told_finish is FinishReason.ERROR:
             self._set_error(sequence.slot, sequence.error)
 
     def released(self, sequence: Sequence) -> None:
@@ -57,7 +57,7 @@ class Publisher:
             return
         for sequence, released in self._touched.values():
             self._slots.publish(
-                sequence.slot, sequence.generation, sequence.output_len, sequence.finish, released=released
+                sequence.slot, sequence.generation, sequence.output_len, sequence.told_finish, released=released
             )
             reach("half published")
         reach("published")

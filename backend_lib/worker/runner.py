@@ -12,10 +12,12 @@ import torch
 from backend_lib.models.batch import Decoder
 from backend_lib.models.graphed import GraphedDecoder
 from backend_lib.worker.device import Device, Exchange
+from backend_lib.worker.following import FollowingSampler, LeadingSampler
 from backend_lib.worker.inputs import InputStage, StagedBatch
 from backend_lib.worker.logprobs import Logprobs, logprob_rows
+from backend_lib.worker.process_groups import SOLO, RankGroup, Solo
 from backend_lib.worker.sampler import Sampler
-from backend_lib.worker.sampling import SamplingBatch, SamplingOperations
+from backend_lib.worker.sampling import SamplingOperations
 from backend_lib.worker.scheduler import Plan
 from backend_lib.worker.sequence import Sequence
 
@@ -100,7 +102,9 @@ class Step:
         return list(zip(told, fetched.logprobs.rows(self._batch.logprob_width), strict=True))
 
     def _prompt_records(self, fetched: Fetched) -> list[tuple[Sequence, slice, np.ndarray]]:
-        """A token's own are those of the one before it."""
+        """A token's own are those of the one before it. Rank 0 has them."""
+        if not fetched.prompt_logprobs:
+            return []
         return [
             (span.sequence, slice(span.start + 1, span.stop + 1), records.rows(span.width))
             for span, records in zip(self._staged.prompt_spans, fetched.prompt_logprobs, strict=True)
@@ -116,7 +120,7 @@ class Runner:
 
     def __init__(
         self, decoder: Decoder, *, kv_tokens: int, max_running: int, max_model_len: int, device: Device, stream: Any,
-        operations: SamplingOperations, inputs: InputStage,
+        operations: SamplingOperations, inputs: InputStage, ranks: RankGroup | Solo = SOLO,
     ) -> None:  # fmt: skip
         self.stream = stream
         self.device = device
@@ -129,7 +133,8 @@ class Runner:
         self._kv_table = torch.zeros((max_running + 1, max_model_len), dtype=torch.int32, device=where)
         self.spare_row, self.spare_index = max_running, kv_tokens
         self._kv_table[self.spare_row] = self.spare_index
-        self._sampler = Sampler(max_running + 1, where, operations)
+        self._sampler = _sampler(ranks, max_running + 1, where, operations)
+        self._samples = ranks.rank == 0
 
     def capture(self, max_rows: int) -> None:
         """Make graphs of what has them, for up to so many rows."""
@@ -154,16 +159,15 @@ class Runner:
         batch = self._inputs.stage(staged, self._sampler.relay, self._kv_table, self.spare_row, self.spare_index)
         return self._decoder.forward(batch, self._kv)
 
-    def sampling_batch(self, sequences: list[Sequence], positions: list[int], exchange: Exchange) -> SamplingBatch:
-        size = self._sampler.size_for(len(sequences))
-        return SamplingBatch.of(
-            sequences, positions, self.vocab_size, exchange.put, size=size, spare_row=self.spare_row
-        )
+    def sampling_batch(self, sequences: list[Sequence], positions: list[int], exchange: Exchange) -> Any:
+        """A `SamplingBatch`, or what a rank that samples nothing has in its place."""
+        return self._sampler.batch(sequences, positions, self.vocab_size, exchange.put)
 
     @torch.inference_mode()
-    def sample(self, logits: torch.Tensor, batch: SamplingBatch, staged: StagedBatch, exchange: Exchange) -> Fetched:
+    def sample(self, logits: torch.Tensor, batch: Any, staged: StagedBatch, exchange: Exchange) -> Fetched:
         count = len(batch.rows)
-        of_prompts = [_fetch(each, exchange) for each in self._prompt_logprobs(logits[count:], staged)]
+        told = self._prompt_logprobs(logits[count:], staged) if self._samples else []
+        of_prompts = [_fetch(each, exchange) for each in told]
         token_ids, logprobs = self._sampler.sample(logits[:count], batch) if count else (batch.rows, None)
         records = None if logprobs is None else _fetch(logprobs, exchange)
         fetched = Fetched(exchange.fetch(token_ids), records, of_prompts)
@@ -177,6 +181,14 @@ class Runner:
             found.append(self._operations.logprobs(rows, span.targets, span.width))
             at += len(span.targets)
         return found
+
+
+def _sampler(ranks: RankGroup | Solo, num_rows: int, device: torch.device, operations: SamplingOperations) -> Any:
+    if isinstance(ranks, Solo):
+        return Sampler(num_rows, device, operations)
+    if ranks.rank == 0:
+        return LeadingSampler(ranks, num_rows, device, operations)
+    return FollowingSampler(ranks, num_rows, device)
 
 
 def _fetch(logprobs: Logprobs, exchange: Exchange) -> Records:

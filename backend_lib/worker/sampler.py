@@ -8,9 +8,11 @@ from typing import NamedTuple
 import torch
 
 from backend_lib.models.graphs import Graphs, graph_sizes
+from backend_lib.worker.device import Put
 from backend_lib.worker.logprobs import Logprobs
 from backend_lib.worker.penalties import Penalties
 from backend_lib.worker.sampling import RowParams, SamplingBatch, SamplingOperations, StartedRows
+from backend_lib.worker.sequence import Sequence
 
 # L rows of logits · V vocabulary · R rows
 
@@ -68,9 +70,10 @@ class Sampler:
             self._batches[size] = dataclasses.replace(batch, padded=padded)
         self._graphs.capture(self._batches, self._draw_padded)
 
-    def size_for(self, count: int) -> int:
-        """How many rows of logits a batch is filled up to."""
-        return self._graphs.size_for(count)
+    def batch(self, sequences: list[Sequence], positions: list[int], vocab_size: int, put: Put) -> SamplingBatch:
+        """Filled up to a size that has a graph."""
+        size = self._graphs.size_for(len(sequences))
+        return SamplingBatch.of(sequences, positions, vocab_size, put, size=size, spare_row=self._spare_row)
 
     def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
         """From float32 [L, V] logits, which are changed in place."""

@@ -155,7 +155,7 @@ def _special(special: list[tuple[int, Sequence]], rows: np.ndarray, vocab_size: 
 
 def _masks(special: list[tuple[int, Sequence]], vocab_size: int) -> tuple[list[int], np.ndarray]:
     """One that has ended runs a step too far, and has no next token."""
-    states = [(place, sequence.grammar_state) for place, sequence in special if not sequence.finish]
+    states = [(place, sequence.grammar_state) for place, sequence in special if not sequence.told_finish]
     masked = [(place, state) for place, state in states if state is not None]
     masks = np.empty((len(masked), mask_width(vocab_size)), dtype=np.int32)
     for row, (_, state) in zip(masks, masked, strict=True):

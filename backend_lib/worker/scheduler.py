@@ -101,12 +101,12 @@ class Scheduler:
         sequence.arrival = self._arrivals
         self._changed = True
 
-    def abort(self, slot: int, generation: int) -> Sequence | None:
+    def abort(self, slot: int, generation: int, finish: FinishReason = FinishReason.CANCELLED) -> Sequence | None:
         """End a sequence whatever its stage. Returns it when it is gone at once; None: unknown, or a step holds it."""
         sequence = self.find(slot, generation)
         if sequence is None or sequence.finish:
             return None
-        sequence.finish = FinishReason.CANCELLED
+        sequence.finish = finish
         if sequence.last_step > self._finalized:
             return None
         self._forget(sequence)

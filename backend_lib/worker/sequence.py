@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -52,7 +52,8 @@ class Sequence:
     num_computed: int = 0
     num_planned: int = 0  # output tokens that planned steps have sampled or will sample
     output_len: int = 0
-    finish: FinishReason = FinishReason.NONE
+    finish: FinishReason = FinishReason.NONE  # on every rank in the same step
+    grammar_finish: FinishReason = FinishReason.NONE  # rank 0's: it alone follows grammars, and tells the others
     error: str = ""  # in words for the client, when that is the finish
     last_step: int = -1  # newest planned step that holds this sequence
     pausing: bool = False  # leaves the plans to give its KV to older sequences
@@ -73,17 +74,23 @@ class Sequence:
         self.is_special = any(wishes)
 
     @classmethod
-    def from_slot(cls, slots: SlotTable, slot: int, generation: int, eos_token_ids: frozenset[int]) -> Sequence:
-        """Read a slot's half of the router. What an earlier worker has published is the sequence's beginning."""
+    def from_slot(
+        cls, slots: SlotTable, slot: int, generation: int, eos_token_ids: frozenset[int], *, keeps_slot: bool = True
+    ) -> Sequence:
+        """Read a slot's half of the router. What an earlier worker has published is the sequence's beginning.
+
+        `keeps_slot`: the sequence goes on to read and write it, as rank 0 does, whose word gives it back. Others may be
+        a step behind that word, so they keep a copy, and write nothing.
+        """
         header = slots.headers[slot]
         published = slots.published(slot, generation)
         params = json.loads(slots.params(slot))
-        prompt_logprobs = slots.prompt_logprobs(slot)
+        arrays = _Arrays.of(slots, slot)
+        arrays = arrays if keeps_slot else arrays.apart()
         return cls(
             slot=slot,
             generation=generation,
-            prompt_ids=slots.prompt_ids(slot),
-            output_ids=slots.output_ids(slot),
+            **arrays._asdict(),
             max_tokens=int(header["max_tokens"]),
             min_tokens=int(header["min_tokens"]),
             temperature=float(header["temperature"]),
@@ -96,10 +103,8 @@ class Sequence:
             adapter_id=int(header["adapter_id"]),
             rules=LogitRules.from_blob(params),
             grammar=_grammar(params),
-            logprobs=slots.logprobs(slot),
-            prompt_logprobs=prompt_logprobs,
             # What is found in the cache has no logits.
-            use_cache=params.get("prefix_cache", True) and prompt_logprobs is None,
+            use_cache=params.get("prefix_cache", True) and arrays.prompt_logprobs is None,
             eos_token_ids=frozenset() if header["ignore_eos"] else eos_token_ids,
             stop_token_ids=frozenset(params["stop_token_ids"]),
             output_len=published.output_len if published else 0,
@@ -121,6 +126,11 @@ class Sequence:
         self.num_pauses += 1
         self.known_len = len(self.prompt_ids) + self.output_len
         self.num_planned = self.output_len
+
+    @property
+    def told_finish(self) -> FinishReason:
+        """What the client is told, as soon as the token that ends it is known."""
+        return self.grammar_finish or self.finish
 
     @property
     def prompt_computed(self) -> bool:
@@ -167,12 +177,35 @@ class Sequence:
             self.finish = FinishReason.EOS
         elif token_id in self.stop_token_ids:
             self.finish = FinishReason.STOP_TOKEN
-        elif self.grammar_state is not None and (error := _error_of(self.grammar_state, token_id)):
-            self.finish, self.error = FinishReason.ERROR, error
-        elif self.grammar_state is not None and self.grammar_state.is_over:
-            self.finish = FinishReason.GRAMMAR
         elif self.output_len >= self.max_tokens:
             self.finish = FinishReason.LENGTH
+        if self.grammar_state is not None and self.finish in (FinishReason.NONE, FinishReason.LENGTH):
+            self._follow_to(self.grammar_state, token_id)
+
+    def _follow_to(self, state: GrammarState, token_id: int) -> None:
+        self.error = _error_of(state, token_id)
+        if self.error:
+            self.grammar_finish = FinishReason.ERROR
+        elif state.is_over:
+            self.grammar_finish = FinishReason.GRAMMAR
+
+
+class _Arrays(NamedTuple):
+    """A slot's extent, as a sequence names its parts."""
+
+    prompt_ids: np.ndarray
+    output_ids: np.ndarray
+    logprobs: np.ndarray | None
+    prompt_logprobs: np.ndarray | None
+
+    @classmethod
+    def of(cls, slots: SlotTable, slot: int) -> _Arrays:
+        return cls(slots.prompt_ids(slot), slots.output_ids(slot), slots.logprobs(slot), slots.prompt_logprobs(slot))
+
+    def apart(self) -> _Arrays:
+        """Copies; of log-probabilities only that they are wanted, for nobody reads them there."""
+        told = None if self.prompt_logprobs is None else np.empty(0, self.prompt_logprobs.dtype)
+        return _Arrays(self.prompt_ids.copy(), self.output_ids.copy(), None, told)
 
 
 def _error_of(state: GrammarState, token_id: int) -> str:

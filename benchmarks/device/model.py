@@ -67,7 +67,7 @@ class Engine:
         self.max_model_len = max_model_len
         self.arena = Arena.create(spec, {"settings": settings.as_dict(), "max_model_len": max_model_len})
         self.commands, self.replies = Doorbell(), Doorbell()
-        built = build_engine(self.arena, 0, 0, commands=self.commands, replies=self.replies)
+        built = build_engine(self.arena, 0, 0, bells=[self.commands], replies=self.replies)
         self.loop, self.kv_tokens = built.loop, built.kv_tokens
         self.arena.status(0, 0).set_ready(built.kv_tokens, built.predicted_step)
 

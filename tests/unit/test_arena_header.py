@@ -92,7 +92,7 @@ def test_attach_refuses_a_wrong_magic(arena):
 
 def test_attach_refuses_another_version(arena):
     arena.words[1] += 6
-    with pytest.raises(ArenaMismatch, match="layout version 9; this build reads version 3"):
+    with pytest.raises(ArenaMismatch, match="layout version 10; this build reads version 4"):
         Arena.attach(arena.fd)
 
 
