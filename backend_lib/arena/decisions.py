@@ -1,8 +1,8 @@
 """What rank 0 of a group tells the others before each step, and what each rank says it came to after it.
 
-Decisions: one producer (rank 0), one cursor for each other rank. Rank 0 writes a record and then the head; a rank reads the record
-after its cursor and then moves the cursor. A record is overwritten only when every rank has read it. Digests: each rank
-writes its own and anybody compares.
+Decisions: one producer (rank 0), one cursor for each other rank. Rank 0 writes a record and then the head; a rank reads
+the record after its cursor and then moves the cursor. A record is overwritten only when every rank has read it.
+Digests: each rank writes its own and anybody compares.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ class InferLoop:
             if not sequence.told_finish:
                 store(sequence.logprobs, sequence.output_len, record)
         for sequence, token_id in zip(step.sampled, results.token_ids, strict=True):
-            if not sequence.told_finish:
+            if not sequence.finish:
                 self._accept(sequence, token_id)
         reach("ids written")
         for sequence in self._scheduler.finalize(step.plan):
@@ -142,7 +142,10 @@ class InferLoop:
             reach("freed")
 
     def _accept(self, sequence: Sequence, token_id: int) -> None:
+        was_told = sequence.told_finish
         sequence.accept(token_id)
+        if was_told:
+            return
         self._publisher.token(sequence)
         if sequence.grammar_finish and not sequence.finish:
             self._node.tell(ended(sequence.slot, sequence.generation, sequence.grammar_finish))

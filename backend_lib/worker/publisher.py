@@ -57,7 +57,7 @@ class Publisher:
             return
         for sequence, released in self._touched.values():
             self._slots.publish(
-                sequence.slot, sequence.generation, sequence.output_len, sequence.told_finish, released=released
+                sequence.slot, sequence.generation, sequence.told_len, sequence.told_finish, released=released
             )
             reach("half published")
         reach("published")

@@ -54,6 +54,7 @@ class Sequence:
     output_len: int = 0
     finish: FinishReason = FinishReason.NONE  # on every rank in the same step
     grammar_finish: FinishReason = FinishReason.NONE  # rank 0's: it alone follows grammars, and tells the others
+    grammar_len: int = 0  # output tokens until then: the steps until all ranks know of it go on for nobody
     error: str = ""  # in words for the client, when that is the finish
     last_step: int = -1  # newest planned step that holds this sequence
     pausing: bool = False  # leaves the plans to give its KV to older sequences
@@ -133,6 +134,11 @@ class Sequence:
         return self.grammar_finish or self.finish
 
     @property
+    def told_len(self) -> int:
+        """Output tokens that are the client's."""
+        return self.grammar_len if self.grammar_finish else self.output_len
+
+    @property
     def prompt_computed(self) -> bool:
         """Whether others can read the prompt's KV: the step that completes it has been planned."""
         return self.num_computed >= len(self.prompt_ids)
@@ -179,11 +185,12 @@ class Sequence:
             self.finish = FinishReason.STOP_TOKEN
         elif self.output_len >= self.max_tokens:
             self.finish = FinishReason.LENGTH
-        if self.grammar_state is not None and self.finish in (FinishReason.NONE, FinishReason.LENGTH):
+        may_match = self.finish in (FinishReason.NONE, FinishReason.LENGTH) and not self.grammar_finish
+        if self.grammar_state is not None and may_match:
             self._follow_to(self.grammar_state, token_id)
 
     def _follow_to(self, state: GrammarState, token_id: int) -> None:
-        self.error = _error_of(state, token_id)
+        self.error, self.grammar_len = _error_of(state, token_id), self.output_len
         if self.error:
             self.grammar_finish = FinishReason.ERROR
         elif state.is_over:

@@ -6,25 +6,29 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
+
+import psutil
 
 from backend_lib.arena import Arena, ArenaSpec, CommandKind, Doorbell, Published, SlotRef, WorkerState
 from backend_lib.config import Settings
 from benchmarks.slots import request_bytes, write_request
 
+ROOM = 512  # bytes for a request's parameters
 ROOT = Path(__file__).parents[2]
 
 
 class PlayedGroup:
-    """`ready` ranks on one arena. Slots are handed out anew once what was in them has been released."""
+    """All ranks of a group on an arena of their own."""
 
     def __init__(self, model: str, *, num_slots: int, max_len: int, max_tokens: int, **settings: Any) -> None:
         self.settings = Settings(model=model, threads=1, max_model_len=max_len, **settings)
         self.num_ranks = self.settings.tensor_parallel
-        self.slot_bytes = request_bytes(max_len, max_tokens)
+        self.slot_bytes = request_bytes(max_len, max_tokens, room=ROOM)
         spec = ArenaSpec(
             num_groups=1, num_ranks=self.num_ranks, num_slots=num_slots, ring_records=4096, dirty_records=1 << 16,
             heap_bytes=self.slot_bytes * num_slots,
@@ -35,8 +39,11 @@ class PlayedGroup:
         self.processes: list[subprocess.Popen] = []
         self._generation = 0
 
-    def start(self, timeout: float = 60) -> None:
-        self.processes = [self._process(rank) for rank in range(self.num_ranks)]
+    def start(self, timeout: float = 60, disturbed: Mapping[int, str] = MappingProxyType({})) -> None:
+        """`disturbed`: ranks that run another module than a worker's."""
+        modules = [disturbed.get(rank, "backend_lib.worker") for rank in range(self.num_ranks)]
+        self.processes = [self._process(rank, module) for rank, module in enumerate(modules)]
+        self.psutil_processes = [psutil.Process(process.pid) for process in self.processes]
         deadline = time.monotonic() + timeout
         while any(self.arena.status(0, rank).state is not WorkerState.READY for rank in range(self.num_ranks)):
             self.assert_alive()
@@ -50,7 +57,7 @@ class PlayedGroup:
     def admit(self, slot: int, prompt: Iterable[int], max_tokens: int, **fields: Any) -> SlotRef:
         self._generation += 1
         at = slot * self.slot_bytes
-        write_request(self.arena.slots, slot, self._generation, at, list(prompt), max_tokens, **fields)
+        write_request(self.arena.slots, slot, self._generation, at, list(prompt), max_tokens, room=ROOM, **fields)
         ref = SlotRef(slot, self._generation)
         self.post(CommandKind.ADMIT, ref)
         return ref
@@ -80,7 +87,7 @@ class PlayedGroup:
             process.kill()
             process.wait()
 
-    def _process(self, rank: int) -> subprocess.Popen:
+    def _process(self, rank: int, module: str) -> subprocess.Popen:
         bells = [bell.fd for bell in self.bells]
         numbers = {
             "arena": self.arena.fd, "replies": self.replies.fd, "group": 0, "rank": rank,
@@ -89,7 +96,7 @@ class PlayedGroup:
         arguments = [f"--{name}={value}" for name, value in numbers.items()]
         arguments.append(f"--bells={','.join(map(str, bells))}")
         return subprocess.Popen(
-            [sys.executable, "-m", "backend_lib.worker", *arguments],
+            [sys.executable, "-m", module, *arguments],
             pass_fds=[self.arena.fd, self.replies.fd, *bells], cwd=ROOT,
         )  # fmt: skip
 
