@@ -232,6 +232,21 @@ def test_more_ranks_than_heads_are_refused(tmp_path: Path) -> None:
         load_decoder(open_checkpoint(str(path)), Settings(weights="fp32"), ranks=Seat(8, 9))
 
 
+@pytest.mark.parametrize("weights", ["int8", "int4", "auto"])
+def test_heads_that_fill_no_groups_of_codes(weights: str, tmp_path: Path) -> None:
+    """`auto` keeps such a layer in float16. Then no rank's decoder is a program: they must add up the same things."""
+    heads = {"head_dim": 48, "num_attention_heads": 6, "num_key_value_heads": 6, "hidden_size": 192}
+    path = make_tiny_llama(tmp_path, **(SIZES | heads))
+    if weights == "auto":
+        kinds = {type(load_decoder(open_checkpoint(str(path)), Settings(), ranks=Seat(rank, 4))) for rank in range(4)}
+        assert kinds == {TransformerDecoder}
+        outputs = [linears(share(path, Seat(rank, 4), "auto"))["0.output"] for rank in range(4)]
+        assert [type(output).__name__ for output in outputs] == ["QuantisedLinear"] * 2 + ["Fp16Linear"] * 2
+    else:
+        with pytest.raises(ValueError, match=rf"'tensor_parallel' is 4; with 'weights' {weights} .* are 1, 3: "):
+            share(path, Seat(3, 4), weights)
+
+
 @pytest.mark.parametrize(("size", "kv_heads"), [(2, 2), (3, 1), (8, 1)])
 @pytest.mark.parametrize("weights", ["fp32", "int8"])
 def test_a_rank_keeps_its_own_key_value_heads(weights: str, size: int, kv_heads: int, tmp_path: Path) -> None:

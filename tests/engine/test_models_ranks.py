@@ -172,6 +172,25 @@ def test_smollm2_says_the_same(weights: str, size: int, request: pytest.FixtureR
     assert max(lost) < {"auto": 0.5, "fp32": 1e-3}[weights]
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("size", [2, 4])
+def test_smollm2_loses_nothing_by_division(size: int, request: pytest.FixtureRequest) -> None:
+    """Codes are as far from float32 as those of the whole decoder."""
+    pool = request.getfixturevalue({2: "two", 4: "four"}[size])
+    checkpoint = open_checkpoint("smollm2")
+    ids = [checkpoint.tokenizer.encode(prompt).ids for prompt in PROMPTS]
+    plain, whole = (
+        torch.cat(logits_in_random_steps(load_decoder(checkpoint, Settings(weights=weights)), ids))
+        for weights in ("fp32", "auto")
+    )
+    (kind, logits), *_ = pool.call(shared_logits, "smollm2", {"weights": "auto"}, ids)
+    assert kind == "CompiledDecoder"
+    spread = (plain - plain.mean(-1, keepdim=True)).norm()
+    lost, lost_by_whole = (float((each - plain).norm() / spread) for each in (torch.from_numpy(logits), whole))
+    print(f"{size} ranks: {lost:.4f} of the logits' spread is lost, whole {lost_by_whole:.4f}")
+    assert lost < 1.2 * lost_by_whole
+
+
 def margin_lost(decoder: Any, prompt: list[int], output: list[int]) -> float:
     """At the worst of the tokens. 0 if the whole decoder says the same after the same beginning."""
     (logits,) = logits_in_random_steps(decoder, [prompt + output])

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backend_lib.checkpoint import DecoderConfig, ExpertsConfig, LayerConfig
-from backend_lib.models.division import divide
+from backend_lib.models.division import check_groups, divide
 
 SMOLLM2 = {"num_heads": 9, "num_kv_heads": 3, "vocab_size": 49152, "intermediate_size": 1536, "hidden_size": 576}
 
@@ -112,3 +112,20 @@ def test_too_many_ranks(fields: dict[str, Any], most: int, why: str) -> None:
 
 def test_an_mlp_that_no_layer_has_limits_nothing() -> None:
     assert len(divide(config(**(EXPERTS | {"intermediate_size": 1})), 2)) == 2
+
+
+def test_heads_that_fill_no_groups_of_codes() -> None:
+    """Heads of 48 do in pairs; 12 heads that share 6 are divided so among up to 6 ranks."""
+    whole = config(num_heads=12, num_kv_heads=6, head_dim=48, intermediate_size=4096)
+    for size in (1, 2, 3, 4, 5, 6):
+        check_groups(whole, size, "int8")
+    message = (
+        r"'tensor_parallel' is 7; with 'weights' int8 allowed for this checkpoint are 1, 2, 3, 4, 5, 6: "
+        r"every rank's heads, of 48 values, must fill groups of 32"
+    )
+    with pytest.raises(ValueError, match=message):
+        check_groups(whole, 7, "int8")
+
+
+def test_a_whole_that_fills_no_groups_is_not_the_divisions_fault() -> None:
+    check_groups(config(num_heads=3, num_kv_heads=3, head_dim=20), 3, "int4")
