@@ -78,7 +78,7 @@ class InferLoop:
     def _admit(self, command: Command) -> None:
         """What fails here concerns one sequence only, and ends only that one."""
         try:
-            sequence = self._read_slot(command.slot, command.generation)
+            sequence = self._read_slot(command.slot, command.argument)
             if sequence.grammar is None:
                 self._scheduler.add(sequence)
             else:

@@ -105,7 +105,7 @@ def slots():
 
 
 def test_it_is_read_from_its_slot(slots) -> None:
-    sequence = Sequence.from_slot(slots, 1, 9, frozenset({EOS}))
+    sequence = Sequence.from_slot(slots, 1, 0, frozenset({EOS}))
     assert sequence.prompt_ids.tolist() == [11, 12, 13] and len(sequence.output_ids) == 4
     assert (sequence.seed, sequence.temperature, sequence.top_p, sequence.top_k) == ((1 << 64) - 2, 0.5, 0.25, 40)
     assert (sequence.max_tokens, sequence.min_tokens, sequence.output_len) == (4, 2, 0)
@@ -115,23 +115,18 @@ def test_it_is_read_from_its_slot(slots) -> None:
 def test_what_an_earlier_worker_published_is_its_beginning(slots) -> None:
     slots.output_ids(1)[:3] = [21, 22, 23]
     slots.publish(1, 9, 2, FinishReason.NONE, released=False)  # the third was written and never published
-    sequence = Sequence.from_slot(slots, 1, 9, frozenset())
+    sequence = Sequence.from_slot(slots, 1, 2, frozenset())
     assert sequence.output_len == sequence.num_planned == 2 and sequence.known_len == 5
     assert sequence.known_ids(0, 5).tolist() == [11, 12, 13, 21, 22]
     sequence.accept(24)
     assert slots.output_ids(1).tolist()[:3] == [21, 22, 24]
 
 
-def test_nothing_is_taken_over_from_another_generation(slots) -> None:
-    slots.publish(1, 8, 2, FinishReason.NONE, released=False)
-    assert Sequence.from_slot(slots, 1, 9, frozenset()).output_len == 0
-
-
 def test_a_rank_that_may_be_a_step_behind_keeps_a_copy_and_writes_nothing(slots) -> None:
     """Rank 0 has given the slot back, and another request stands in it."""
     slots.output_ids(1)[:1] = [21]
     slots.publish(1, 9, 1, FinishReason.NONE, released=False)
-    sequence = Sequence.from_slot(slots, 1, 9, frozenset(), keeps_slot=False)
+    sequence = Sequence.from_slot(slots, 1, 1, frozenset(), keeps_slot=False)
     slots.prompt_ids(1)[:] = [1, 1, 1]
     slots.output_ids(1)[:] = [2, 2, 2, 2]
     sequence.accept(24)
