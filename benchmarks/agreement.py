@@ -1,7 +1,7 @@
 """What agreement costs a step: through the arena and by a broadcast, beside each other in one run.
 
-First the means alone: real processes that do nothing but agree and then meet in an all-reduce of one number, as a step's
-first product makes them; the cost is what a step takes beyond one that only meets. Then the whole loop on a model that
+First the means alone: real processes that do nothing but agree and then meet in an all-reduce of one number, as they do
+in a step's first product; the cost is what a step takes beyond one that only meets. Then the whole loop on a model that
 computes nothing: what a step of 8 rows takes with one rank, and with several by either means (sampled ids travel too).
 Means take turns, round after round, and medians over rounds are told.
 
