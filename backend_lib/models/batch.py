@@ -86,4 +86,4 @@ class Decoder(Protocol):
         """KV storage of `num_tokens` indices plus one spare, index `num_tokens`, for padding."""
 
     def forward(self, batch: ForwardBatch, kv: Any) -> torch.Tensor:
-        """Write the step's keys and values into `kv` and return float32 logits [L, V]."""
+        """Write the step's keys and values into `kv` and return float32 logits [L, V], or [L, 0] on ranks but 0."""

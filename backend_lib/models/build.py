@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
-from backend_lib.checkpoint import DecoderConfig, ExpertsConfig, LayerConfig, RopeConfig
+from backend_lib.checkpoint import ExpertsConfig, LayerConfig, RopeConfig
 from backend_lib.models.batch import ForwardBatch
 from backend_lib.models.decoder import Attention, HeadNorm, Layer, RMSNorm, Scores, Step, TransformerDecoder
+from backend_lib.models.division import Share
 from backend_lib.models.linear import DenseHead, Embedding, Linear, is_quantised, make_embedding, make_linear
 from backend_lib.models.memory import give_back_free_memory
 from backend_lib.models.mlp import MLP, GatedMLP, MixtureOfExperts, StackedExperts
+from backend_lib.models.parallel import ALONE, Ranks
+from backend_lib.models.pieces import Piece, Pieces
 from backend_lib.models.placement import Placement
 from backend_lib.models.rope import Rope
 from backend_lib.models.weights import TensorSource
@@ -20,14 +23,18 @@ from backend_lib.models.weights import TensorSource
 class DecoderBuilder:
     """Reads tensors in the order of the layers, fuses what shares an input, and keeps them in the format asked for.
 
-    Tensors go by GGUF's names, which are the same for all families.
+    Of matrices it reads the `share` of one of the `ranks`. Tensors go by GGUF's names, which are the same for all
+    families.
     """
 
     def __init__(
-        self, config: DecoderConfig, tensors: TensorSource, placement: Placement,
-        start_step: Callable[[ForwardBatch], Step], max_position: int,
+        self, share: Share, tensors: TensorSource, placement: Placement,
+        start_step: Callable[[ForwardBatch], Step], max_position: int, ranks: Ranks = ALONE,
     ) -> None:  # fmt: skip
-        self.config = config
+        self.config = config = share.whole
+        self.share = share
+        self.pieces = Pieces(share)
+        self.ranks = ranks
         self.start_step = start_step
         self.tensors = tensors
         self.placement = placement
@@ -49,29 +56,42 @@ class DecoderBuilder:
         self.tensors.check_all_read()
         give_back_free_memory()
         return TransformerDecoder(
-            self.config, embedding=embedding, layers=layers, norm=norm, head=head,
+            self.share, self.ranks, embedding=embedding, layers=layers, norm=norm, head=head,
             start_step=self.start_step, kv_type=self.placement.dtype, device=self.placement.device,
         )  # fmt: skip
 
     def _embedding_and_head(self) -> tuple[Callable[[torch.Tensor], torch.Tensor], Linear]:
         """The two largest tensors, together, so that the float32 original is gone before the layers are read."""
-        vocab_size, hidden_size = self.config.vocab_size, self.config.hidden_size
         if not self.config.tie_word_embeddings:
-            head = self._outer("output", vocab_size, hidden_size)
-            return self._embedding(vocab_size, hidden_size), head
-        weight = self._read("token_embd.weight", (vocab_size, hidden_size), self.placement.dtype)
+            head = self._outer("output")
+            return self._embedding(), head
+        weight = self._vocabulary_rows("token_embd", self.placement.dtype)
         if self.weights == "dense":
             return Embedding(weight), DenseHead(weight, None)
-        if is_quantised(self.weights, hidden_size):
+        if is_quantised(self.weights, self.config.hidden_size):
             both = make_linear(weight, None, self.outer_weights)
             return make_embedding(both), both
         embedding = Embedding(weight.to(self.embedding_type))
         return embedding, make_linear(weight, None, self.weights)
 
-    def _embedding(self, vocab_size: int, hidden_size: int) -> Callable[[torch.Tensor], torch.Tensor]:
-        if is_quantised(self.weights, hidden_size):
-            return make_embedding(self._outer("token_embd", vocab_size, hidden_size))
-        return Embedding(self._read("token_embd.weight", (vocab_size, hidden_size), dtype=self.embedding_type))
+    def _embedding(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        if is_quantised(self.weights, self.config.hidden_size):
+            return make_embedding(self._outer("token_embd"))
+        return Embedding(self._vocabulary_rows("token_embd", self.embedding_type))
+
+    def _outer(self, name: str) -> Linear:
+        """Embedding or head."""
+        weight = self._vocabulary_rows(name, self.placement.dtype)
+        return DenseHead(weight, None) if self.weights == "dense" else make_linear(weight, None, self.outer_weights)
+
+    def _vocabulary_rows(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """As many on every rank, the last ones zero where there are none left."""
+        part = self.pieces.vocabulary()
+        self.tensors.check(f"{name}.weight", part.shape)
+        weight = self._empty((self.share.config.vocab_size, self.config.hidden_size), dtype)
+        self.tensors.read_into(weight[: len(part.rows)], f"{name}.weight", part=part)
+        weight[len(part.rows) :] = 0
+        return weight
 
     def _layer(self, name: str, layer: LayerConfig) -> Layer:
         has_post_norms = self.config.post_norms
@@ -82,21 +102,16 @@ class DecoderBuilder:
             mlp_norm=self._norm(f"{name}.ffn_norm"),
             mlp=self._mlp(name, layer),
             mlp_post_norm=self._norm(f"{name}.post_ffw_norm") if has_post_norms else None,
+            ranks=self.ranks,
         )
 
     def _attention(self, name: str, layer: LayerConfig) -> Attention:
-        config = self.config
-        query, key_value = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        parts = ["attn_qkv"] if config.fused_projections else ["attn_q", "attn_k", "attn_v"]
-        sizes = [query + 2 * key_value] if config.fused_projections else [query, key_value, key_value]
-        names = [f"{name}.{part}" for part in parts]
+        config, own = self.config, self.share.config
         return Attention(
-            qkv=self._linear(names, sizes, config.hidden_size, bias=config.qkv_bias),
-            output=self._linear(
-                [f"{name}.attn_output"], [config.hidden_size], query, bias=config.attention_output_bias
-            ),
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
+            qkv=self._linear(self.pieces.qkv(name), bias=config.qkv_bias),
+            output=self._linear([self.pieces.attention_output(name)], bias=config.attention_output_bias),
+            num_heads=own.num_heads,
+            num_kv_heads=own.num_kv_heads,
             head_dim=config.head_dim,
             scores=Scores(config.attention_scale or config.head_dim**-0.5, config.attention_softcap),
             rope=self.ropes.get(layer.rope),
@@ -105,82 +120,76 @@ class DecoderBuilder:
         )
 
     def _mlp(self, name: str, layer: LayerConfig) -> MLP:
-        config = self.config
+        config, pieces = self.config, self.pieces
         if layer.has_experts:
             assert config.experts is not None
             return self._mixture(name, config.experts)
-        inner, hidden, bias = config.intermediate_size, config.hidden_size, config.mlp_bias
-        parts = ["ffn_up"] if config.fused_projections else ["ffn_gate", "ffn_up"]
-        sizes = [2 * inner] if config.fused_projections else [inner, inner]
         return GatedMLP(
-            gate_up=self._linear([f"{name}.{part}" for part in parts], sizes, hidden, bias=bias),
-            down=self._linear([f"{name}.ffn_down"], [hidden], inner, bias=bias),
-            activation=self.config.activation,
+            gate_up=self._linear(pieces.gate_up(name), bias=config.mlp_bias),
+            down=self._linear([pieces.down(name)], bias=config.mlp_bias),
+            activation=config.activation,
         )
 
     def _mixture(self, name: str, experts: ExpertsConfig) -> MixtureOfExperts:
-        inner = experts.intermediate_size
         return MixtureOfExperts(
             router=self._read(f"{name}.ffn_gate_inp.weight", (experts.count, self.config.hidden_size)),
-            experts=self._stacked(name, experts)
+            experts=self._stacked(name, experts.count)
             if self.weights == "dense"
-            else [self._expert(name, expert, inner) for expert in range(experts.count)],
+            else [self._expert(name, expert) for expert in range(experts.count)],
             used=experts.used,
             renormalised=experts.renormalised,
         )
 
-    def _expert(self, name: str, expert: int, inner: int) -> GatedMLP:
-        hidden = self.config.hidden_size
-        parts = [f"{name}.ffn_{part}_exps" for part in ("gate", "up")]
+    def _expert(self, name: str, expert: int) -> GatedMLP:
+        gate, up, down = self.pieces.expert(name)
         return GatedMLP(
-            gate_up=self._linear(parts, [inner, inner], hidden, bias=False, expert=expert),
-            down=self._linear([f"{name}.ffn_down_exps"], [hidden], inner, bias=False, expert=expert),
+            gate_up=self._linear([gate, up], bias=False, expert=expert),
+            down=self._linear([down], bias=False, expert=expert),
             activation=self.config.activation,
         )
 
-    def _stacked(self, name: str, experts: ExpertsConfig) -> StackedExperts:
-        inner, hidden, dtype = experts.intermediate_size, self.config.hidden_size, self.placement.dtype
-        names = [f"{name}.ffn_{part}_exps.weight" for part in ("gate", "up", "down")]
-        for each, shape in zip(names, ((inner, hidden), (inner, hidden), (hidden, inner)), strict=True):
-            self.tensors.check(each, shape, expert=0)
-        gate_up = self._empty((experts.count, 2 * inner, hidden), dtype)
-        down = self._empty((experts.count, hidden, inner), dtype)
-        for expert in range(experts.count):
+    def _stacked(self, name: str, count: int) -> StackedExperts:
+        hidden, inner, dtype = self.config.hidden_size, len(self.share.expert_inner), self.placement.dtype
+        pieces = self.pieces.expert(name)
+        for piece in pieces:
+            self.tensors.check(f"{piece.name}.weight", piece.part.shape, expert=0)
+        gate_up = self._empty((count, 2 * inner, hidden), dtype)
+        down = self._empty((count, hidden, inner), dtype)
+        for expert in range(count):
             parts = (*gate_up[expert].chunk(2), down[expert])
-            for part, each in zip(parts, names, strict=True):
-                self.tensors.read_into(part, each, expert)
+            for out, piece in zip(parts, pieces, strict=True):
+                self.tensors.read_into(out, f"{piece.name}.weight", expert, piece.part)
         return StackedExperts(gate_up, down, self.config.activation)
 
     def _norm(self, name: str) -> RMSNorm:
         return RMSNorm(weight=self._norm_weight(name, self.config.hidden_size), eps=self.config.rms_norm_eps)
 
     def _head_norm(self, name: str) -> HeadNorm:
-        config = self.config
-        query, key = (self._norm_weight(f"{name}.attn_{each}_norm", config.head_dim) for each in "qk")
-        weight = torch.cat([query.expand(config.num_heads, -1), key.expand(config.num_kv_heads, -1)])
-        return HeadNorm(weight=weight, eps=config.rms_norm_eps)
+        own = self.share.config
+        query, key = (self._norm_weight(f"{name}.attn_{each}_norm", own.head_dim) for each in "qk")
+        weight = torch.cat([query.expand(own.num_heads, -1), key.expand(own.num_kv_heads, -1)])
+        return HeadNorm(weight=weight, eps=own.rms_norm_eps)
 
     def _norm_weight(self, name: str, size: int) -> torch.Tensor:
         return self._read(f"{name}.weight", (size,)) + self.config.norm_offset
 
-    def _outer(self, name: str, vocab_size: int, hidden_size: int) -> Linear:
-        """Embedding or head."""
-        weight = self._read(f"{name}.weight", (vocab_size, hidden_size), self.placement.dtype)
-        return DenseHead(weight, None) if self.weights == "dense" else make_linear(weight, None, self.outer_weights)
+    def _linear(self, pieces: Sequence[Piece], *, bias: bool, expert: int | None = None) -> Linear:
+        """One layer that computes all of them, their outputs side by side."""
+        for piece in pieces:
+            self.tensors.check(f"{piece.name}.weight", piece.part.shape, expert)
+        sizes = [piece.part.size for piece in pieces]
+        weight = self._empty((sum(rows for rows, _ in sizes), sizes[0][1]), self.placement.dtype)
+        for piece, out in zip(pieces, weight.split([rows for rows, _ in sizes]), strict=True):
+            self.tensors.read_into(out, f"{piece.name}.weight", expert, piece.part)
+        return make_linear(weight, self._bias(pieces) if bias else None, self.weights)
 
-    def _linear(
-        self, names: list[str], out_sizes: list[int], in_size: int, *, bias: bool, expert: int | None = None
-    ) -> Linear:
-        """One layer that computes all of `names`, their outputs side by side."""
-        for name, size in zip(names, out_sizes, strict=True):
-            self.tensors.check(f"{name}.weight", (size, in_size), expert)
-        weight = self._empty((sum(out_sizes), in_size), self.placement.dtype)
-        for name, part in zip(names, weight.split(out_sizes), strict=True):
-            self.tensors.read_into(part, f"{name}.weight", expert)
-        biases = self._empty((sum(out_sizes),), self.placement.dtype) if bias else None
-        for name, part in zip(names, biases.split(out_sizes) if biases is not None else (), strict=False):
-            self.tensors.read_into(part, f"{name}.bias")
-        return make_linear(weight, biases, self.weights)
+    def _bias(self, pieces: Sequence[Piece]) -> torch.Tensor | None:
+        """Where this rank has none, nothing is read of it, which the tensors take note of."""
+        parts = [piece.bias(self.ranks.rank) for piece in pieces]
+        bias = self._empty((sum(len(part.rows) for part in parts),), self.placement.dtype)
+        for piece, part, out in zip(pieces, parts, bias.split([len(part.rows) for part in parts]), strict=True):
+            self.tensors.read_into(out, f"{piece.name}.bias", part=part)
+        return bias if len(bias) else None
 
     def _read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         self.tensors.check(name, shape)

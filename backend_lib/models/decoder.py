@@ -12,10 +12,11 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from backend_lib.checkpoint import DecoderConfig
 from backend_lib.models.batch import ForwardBatch
+from backend_lib.models.division import Share
 from backend_lib.models.linear import Linear
 from backend_lib.models.mlp import MLP, MixtureOfExperts
+from backend_lib.models.parallel import ALONE, Ranks, gathered, own_places
 from backend_lib.models.rope import Rope
 
 # T tokens in the step · L sequences whose logits are wanted · V vocabulary · E hidden size · I inner size of an MLP
@@ -97,7 +98,7 @@ class Attention:
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """The post norms are None in most families."""
+    """The post norms are None in most families. What a rank's attention and MLP compute is its part of a sum."""
 
     attention_norm: RMSNorm
     attention: Attention
@@ -105,28 +106,40 @@ class Layer:
     mlp_norm: RMSNorm
     mlp: MLP
     mlp_post_norm: RMSNorm | None
+    ranks: Ranks = ALONE
 
     def __call__(self, hidden: torch.Tensor, addend: Addend, step: Step, pool: torch.Tensor) -> Addend:
         """Add what came before to `hidden`, float32 [T, E], and return what this layer's last part adds."""
         x = step.add_norm(hidden, addend, self.attention_norm)
-        attended = Addend(self.attention(x, step, pool), self.attention_post_norm)
+        attended = Addend(self._summed(self.attention(x, step, pool)), self.attention_post_norm)
         x = step.add_norm(hidden, attended, self.mlp_norm)
-        return Addend(self.mlp(x, step), self.mlp_post_norm)
+        return Addend(self._summed(self.mlp(x, step)), self.mlp_post_norm)
+
+    def _summed(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.contiguous()  # where codes are multiplied, outputs are filled up to whole panels
+        self.ranks.all_reduce(x)
+        return x
 
 
 class TransformerDecoder:
-    """A `Decoder` (see `backend_lib.models.batch`). Its KV pool is a list with one tensor a layer.
+    """A `Decoder` (see `backend_lib.models.batch`), or one rank's share of it. Its KV pool is a list with one tensor a
+    layer, and holds the rank's own key-value heads.
 
     Args:
-        embedding: from int64 [T] ids to float32 [T, E].
-        head: the linear layer from hidden states to float32 logits.
+        embedding: from places among the rank's rows, int64 [T], to float32 [T, E].
+        head: the linear layer from hidden states to float32 logits, as many as the rank has rows.
         start_step: what computes a step.
         kv_type: of keys and values.
+
+    Attributes:
+        config: of the rank's own part.
+        vocab_size: V, of all ranks.
     """
 
     def __init__(
         self,
-        config: DecoderConfig,
+        share: Share,
+        ranks: Ranks = ALONE,
         *,
         embedding: Callable[[torch.Tensor], torch.Tensor],
         layers: list[Layer],
@@ -136,14 +149,17 @@ class TransformerDecoder:
         kv_type: torch.dtype = torch.float32,
         device: torch.device | None = None,
     ) -> None:
-        self.config = config
+        self.share = share
+        self.ranks = ranks
+        self.config = share.config
         self.embedding = embedding
         self.layers = layers
         self.norm = norm
         self.head = head
-        self.vocab_size = config.vocab_size
+        self.vocab_size = share.whole.vocab_size
         self.device = device or torch.device("cpu")
-        self.kv_bytes_per_token = config.num_layers * 2 * config.num_kv_heads * config.head_dim * kv_type.itemsize
+        values = 2 * self.config.num_kv_heads * self.config.head_dim
+        self.kv_bytes_per_token = self.config.num_layers * values * kv_type.itemsize
         self._start_step = start_step
         self._kv_type = kv_type
 
@@ -155,19 +171,30 @@ class TransformerDecoder:
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: list[torch.Tensor]) -> torch.Tensor:
-        """Write the step's keys and values into `kv` and return float32 logits [L, V]."""
+        """Write the step's keys and values into `kv` and return float32 logits [L, V], or [L, 0] on ranks but 0."""
         step = self._start_step(batch)
-        hidden = self.embedding(batch.input_ids)
-        if self.config.embedding_scale != 1.0:
-            hidden *= self.config.embedding_scale
+        hidden = self._embed(batch.input_ids)
         addend = Addend(None)
         for layer, pool in zip(self.layers, kv, strict=True):
             addend = layer(hidden, addend, step, pool)
         if batch.prompt_logits_index is not None:  # else of every token
             index = batch.logits_index
             if not len(index):
-                return torch.empty((0, self.vocab_size), device=self.device)
+                return torch.empty((0, 0 if self.ranks.rank else self.vocab_size), device=self.device)
             hidden, addend = hidden[index], addend.at(index)
-        logits = self.head(step.add_norm(hidden, addend, self.norm))
-        cap = self.config.logit_softcap
-        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+        return self._logits(step.add_norm(hidden, addend, self.norm))
+
+    def _embed(self, ids: torch.Tensor) -> torch.Tensor:
+        if self.ranks.size == 1:
+            hidden = self.embedding(ids)
+        else:
+            places, is_elsewhere = own_places(ids, self.share.vocabulary)
+            hidden = self.embedding(places).masked_fill_(is_elsewhere, 0.0)
+            self.ranks.all_reduce(hidden)
+        return hidden if self.config.embedding_scale == 1.0 else hidden.mul_(self.config.embedding_scale)
+
+    def _logits(self, x: torch.Tensor) -> torch.Tensor:
+        logits, cap = self.head(x), self.config.logit_softcap
+        if cap is not None:
+            logits = logits.div_(cap).tanh_().mul_(cap)
+        return logits if self.ranks.size == 1 else gathered(logits, self.vocab_size, self.ranks)

@@ -11,7 +11,7 @@ import torch
 
 from backend_lib.checkpoint import DecoderConfig
 from backend_lib.models.progress import Progress
-from backend_lib.models.shapes import check_shape, row_blocks
+from backend_lib.models.shapes import Part, check_shape
 
 # Read for the configuration, not for the decoder.
 _NOT_NEEDED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
@@ -22,7 +22,9 @@ _GIVE_BACK_BYTES = 32 << 20
 
 
 class GgufTensors:
-    def __init__(self, reader: gguf.GGUFReader, config: DecoderConfig) -> None:
+    """`readers`: how many read a share of the file each, this one included."""
+
+    def __init__(self, reader: gguf.GGUFReader, config: DecoderConfig, readers: int = 1) -> None:
         self.architecture = config.architecture
         self.tensors = {tensor.name: tensor for tensor in reader.tensors}
         self.unread = set(self.tensors).difference(_NOT_NEEDED)
@@ -30,7 +32,7 @@ class GgufTensors:
         self.heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads}
         if config.architecture not in _PERMUTED:
             self.heads = {}
-        self.progress = Progress(sum(int(tensor.n_bytes) for tensor in reader.tensors))
+        self.progress = Progress(sum(int(tensor.n_bytes) for tensor in reader.tensors) // readers)
         self._mapping = _mapping_of(reader.data)
         self._held_bytes = 0
 
@@ -40,17 +42,25 @@ class GgufTensors:
         whole_shape = shape if expert is None else (self.num_experts, *shape)
         check_shape(name, self.tensors[name].shape[::-1].tolist(), whole_shape)
 
-    def read_into(self, out: torch.Tensor, name: str, expert: int | None = None) -> None:
-        self.check(name, out.shape, expert)
+    def read_into(self, out: torch.Tensor, name: str, expert: int | None = None, part: Part | None = None) -> None:
+        part = part or Part.whole(out.shape)
+        self.check(name, part.shape, expert)
         tensor = self.tensors[name]
         data = tensor.data if expert is None else tensor.data[expert]
-        for rows in row_blocks(out.shape):
-            out[rows].copy_(torch.from_numpy(_dequantise(tensor, data[rows])))
-            self._account(data[rows].nbytes)
+        for block, rows in part.row_blocks():
+            out[block].copy_(self._read_block(tensor, data[rows], part.columns))
         heads = self.heads.get(name.split(".")[-2])
         if heads:
-            out.copy_(_unpermute(out, heads))
+            out.copy_(_unpermute(out, heads * len(out) // part.shape[0]))
         self.unread.discard(name)
+
+    def _read_block(self, tensor: gguf.ReaderTensor, data: np.ndarray, columns: range | None) -> torch.Tensor:
+        if columns is None:
+            self._account(data.nbytes)
+            return torch.from_numpy(_dequantise(tensor, data))
+        data, start = _blocks_with(tensor, data, columns)
+        self._account(data.nbytes)
+        return torch.from_numpy(_dequantise(tensor, data))[:, start : start + len(columns)]
 
     def check_all_read(self) -> None:
         if self.unread:
@@ -73,6 +83,17 @@ def _mapping_of(data: np.ndarray | None) -> mmap.mmap | None:
     while isinstance(base, np.ndarray):
         base = base.base
     return base if isinstance(base, mmap.mmap) else None
+
+
+def _blocks_with(tensor: gguf.ReaderTensor, data: np.ndarray, columns: range) -> tuple[np.ndarray, int]:
+    """A copy of the blocks, in every row, that hold these columns, and where they start in there.
+
+    A type's values come in blocks along a row, which can only be dequantised whole; a block of 1 is a plain number.
+    """
+    values, num_bytes = gguf.GGML_QUANT_SIZES[tensor.tensor_type]
+    first, last = columns.start // values, -(-columns.stop // values)
+    width = num_bytes // data.itemsize
+    return np.ascontiguousarray(data[:, first * width : last * width]), columns.start - first * values
 
 
 def _dequantise(tensor: gguf.ReaderTensor, data: np.ndarray) -> np.ndarray:

@@ -1,4 +1,7 @@
-"""A decoder whose decode rows are one replayed graph. Prompts are launched after it, kernel by kernel."""
+"""A decoder whose decode rows are one replayed graph. Prompts are launched after it, kernel by kernel.
+
+Sums over ranks are part of the graph, so all ranks replay graphs of the same sizes.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,8 @@ class GraphedDecoder:
         self.inputs = StepInputs(
             *(torch.zeros(max_decodes + max_prompt, dtype=torch.int64, device=decoder.device) for _ in range(4))
         )
-        self.logits = torch.zeros((max_logits, decoder.vocab_size), device=decoder.device)
+        width = 0 if decoder.ranks.rank else decoder.vocab_size
+        self.logits = torch.zeros((max_logits, width), device=decoder.device)
 
     def allocate_kv(self, num_tokens: int) -> list[torch.Tensor]:
         return self._decoder.allocate_kv(num_tokens)
@@ -61,7 +65,7 @@ class GraphedDecoder:
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: list[torch.Tensor]) -> torch.Tensor:
-        """Write the step's keys and values into `kv` and return float32 logits [L, V]."""
+        """Write the step's keys and values into `kv` and return float32 logits [L, V], or [L, 0] on ranks but 0."""
         n = batch.num_decodes
         if n and self._graphs.has(n):
             self._graphs.replay(n)

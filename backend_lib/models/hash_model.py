@@ -12,6 +12,7 @@ import torch
 
 from backend_lib.checkpoint import HashConfig
 from backend_lib.models.batch import ForwardBatch
+from backend_lib.models.parallel import ALONE, Ranks
 
 # splitmix64, from Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014.
 _GAMMA = 0x9E3779B97F4A7C15
@@ -22,19 +23,24 @@ _PEAK = 10.0  # the next token's logit; all others are 0
 
 
 class HashModel:
-    """A `Decoder` whose KV pool is int64 [num_tokens + 1], the running hash up to and with each token."""
+    """A `Decoder` whose KV pool is int64 [num_tokens + 1], the running hash up to and with each token.
+
+    There is nothing to divide: each of the `ranks` computes all of it, and rank 0 gives the logits.
+    """
 
     kv_bytes_per_token = 8
 
-    def __init__(self, config: HashConfig) -> None:
+    def __init__(self, config: HashConfig, ranks: Ranks = ALONE) -> None:
         self.vocab_size = config.vocab_size
+        self._gives_logits = ranks.rank == 0
 
     def allocate_kv(self, num_tokens: int) -> torch.Tensor:
         return torch.zeros(num_tokens + 1, dtype=torch.int64)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: torch.Tensor) -> torch.Tensor:
-        """Write the running hashes into `kv` and return float32 [L, V]: 10 at the next token, 0 elsewhere."""
+        """Write the running hashes into `kv` and return float32 [L, V]: 10 at the next token, 0 elsewhere. On ranks
+        but 0 it is [L, 0]."""
         query_lens = torch.tensor(batch.query_lens)
         sums = _splitmix64((batch.positions << 32) + batch.input_ids).cumsum(0)
         last = query_lens.cumsum(0) - 1
@@ -44,6 +50,8 @@ class HashModel:
         offsets = _hash_before(batch, kv, query_lens) - sums_before
         hashes = sums + torch.repeat_interleave(offsets, query_lens, output_size=len(sums))
         kv.index_copy_(0, batch.kv_index, hashes)
+        if not self._gives_logits:
+            return torch.zeros(len(batch.logits_index), 0)
         next_ids = _shift_right(_splitmix64(hashes[batch.logits_index]), 1) % self.vocab_size
         return torch.zeros(len(next_ids), self.vocab_size).scatter_(1, next_ids[:, None], _PEAK)
 

@@ -10,6 +10,7 @@ from backend_lib.config import PROMPT_LOGPROBS_PER_STEP, Settings
 from backend_lib.models.batch import Decoder
 from backend_lib.models.build import DecoderBuilder
 from backend_lib.models.decoder import TransformerDecoder
+from backend_lib.models.division import divide
 from backend_lib.models.graphed import GraphedDecoder
 from backend_lib.models.hash_model import HashModel
 from backend_lib.models.linear import QUANTISED
@@ -22,25 +23,30 @@ def load_decoder(
     checkpoint: Checkpoint, settings: Settings, placement: Placement | None = None, ranks: Ranks = ALONE
 ) -> Decoder:
     """`placement`: as `place(settings, checkpoint)` says, which is asked if it is not given.
+    `ranks`: those among which the decoder is divided; what is returned is the share of one of them.
 
     Raises ValueError naming a tensor or file that is missing, damaged or of the wrong shape, or a setting that this
-    machine cannot follow.
+    machine or checkpoint cannot follow.
     """
     placement = placement or place(settings, checkpoint)
     if isinstance(checkpoint.config, HashConfig):
-        return HashModel(checkpoint.config)
-    return _fast(build_decoder(checkpoint, settings, placement), placement, settings)
+        return HashModel(checkpoint.config, ranks)
+    return _fast(build_decoder(checkpoint, settings, placement, ranks), placement, settings)
 
 
-def build_decoder(checkpoint: Checkpoint, settings: Settings, placement: Placement | None = None) -> TransformerDecoder:
+def build_decoder(
+    checkpoint: Checkpoint, settings: Settings, placement: Placement | None = None, ranks: Ranks = ALONE
+) -> TransformerDecoder:
     """The decoder as its layers describe it, without what makes it fast. Arguments and errors are `load_decoder`'s."""
     config = checkpoint.config
     assert not isinstance(config, HashConfig)
     placement = placement or place(settings, checkpoint)
     max_position = settings.max_model_len or config.max_position
-    start_step = step_maker(placement, config, settings)
     with source_named(str(checkpoint.path)):
-        return DecoderBuilder(config, open_tensors(checkpoint), placement, start_step, max_position).decoder()
+        share = divide(config, ranks.size)[ranks.rank]
+        start_step = step_maker(placement, share.config, settings)
+        tensors = open_tensors(checkpoint, ranks.size)
+        return DecoderBuilder(share, tensors, placement, start_step, max_position, ranks).decoder()
 
 
 def _fast(decoder: TransformerDecoder, placement: Placement, settings: Settings) -> Decoder:

@@ -11,7 +11,10 @@ SECONDS_BETWEEN_LINES = 2.0
 
 
 class Progress:
-    """Counts the bytes read and says so now and then. Nothing is said of a model that is loaded at once."""
+    """Counts the bytes read and says so now and then. Nothing is said of a model that is loaded at once.
+
+    `total_bytes` may be a little wrong: shares of a checkpoint are not all equal.
+    """
 
     def __init__(self, total_bytes: int) -> None:
         self.total_bytes = total_bytes
@@ -23,5 +26,5 @@ class Progress:
         if time.monotonic() < self._next_line:
             return
         self._next_line = time.monotonic() + SECONDS_BETWEEN_LINES
-        share = 100 * self.done_bytes // max(self.total_bytes, 1)
+        share = min(100, 100 * self.done_bytes // max(self.total_bytes, 1))
         log.info("loading: %d %% (%.1f of %.1f GB)", share, self.done_bytes / 1e9, self.total_bytes / 1e9)

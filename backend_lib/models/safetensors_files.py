@@ -16,7 +16,7 @@ from backend_lib.checkpoint.fields import source_named
 from backend_lib.checkpoint.untrusted import parser_errors
 from backend_lib.models.hf_names import decoder_name, hf_name
 from backend_lib.models.progress import Progress
-from backend_lib.models.shapes import check_shape, row_blocks
+from backend_lib.models.shapes import Part, check_shape
 
 _FLOAT_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Left over from training, or worked out from the configuration.
@@ -34,9 +34,9 @@ class _Place(NamedTuple):
 
 
 class SafetensorsFiles:
-    """Shards, one open at a time."""
+    """Shards, one open at a time. `readers`: how many read a share of them each, this one included."""
 
-    def __init__(self, paths: Sequence[Path], config: DecoderConfig) -> None:
+    def __init__(self, paths: Sequence[Path], config: DecoderConfig, readers: int = 1) -> None:
         self.architecture = config.architecture
         self.ignores_head = config.tie_word_embeddings  # some write it all the same
         self.places: dict[str, _Place] = {}
@@ -46,7 +46,7 @@ class SafetensorsFiles:
             named = {decoder_name(place.name): place for place in places}
             self.places |= {name: place for name, place in named.items() if name is not None}
         self.unread = set(self.places)
-        self.progress = Progress(sum(path.stat().st_size for path in paths))
+        self.progress = Progress(sum(path.stat().st_size for path in paths) // readers)
         self._open: tuple[Path, Any] | None = None
         self._bytes_through_it = 0
 
@@ -58,18 +58,20 @@ class SafetensorsFiles:
         with source_named(str(place.path)):
             check_shape(place.name, place.shape, shape)
 
-    def read_into(self, out: torch.Tensor, name: str, expert: int | None = None) -> None:
-        self.check(name, out.shape, expert)
+    def read_into(self, out: torch.Tensor, name: str, expert: int | None = None, part: Part | None = None) -> None:
+        part = part or Part.whole(out.shape)
+        self.check(name, part.shape, expert)
         name = hf_name(self.architecture, name, expert)
         place = self.places[name]
-        for rows in row_blocks(out.shape):
-            out[rows].copy_(self._read_rows(place.path, place.name, rows))
+        for block, rows in part.row_blocks():
+            out[block].copy_(self._read_block(place.path, place.name, rows, part.columns))
         self.unread.discard(name)
 
-    def _read_rows(self, path: Path, name: str, rows: slice) -> torch.Tensor:
-        """A view of the mapped file."""
+    def _read_block(self, path: Path, name: str, rows: slice, columns: range | None) -> torch.Tensor:
+        """A view of the mapped file, or a copy of some columns."""
+        index = rows if columns is None else (rows, slice(columns.start, columns.stop))
         with _damage_named(path):
-            tensor = self._shard(path).get_slice(name)[rows]
+            tensor = self._shard(path).get_slice(name)[index]
         if tensor.dtype not in _FLOAT_TYPES:
             raise ValueError(f"{path}: tensor '{name}' is {tensor.dtype}; supported are float32, float16 and bfloat16")
         self._bytes_through_it += tensor.nbytes

@@ -10,6 +10,7 @@ from torch import Tensor
 from backend_lib.checkpoint import Checkpoint, DecoderConfig
 from backend_lib.models.gguf_tensors import GgufTensors
 from backend_lib.models.safetensors_files import SafetensorsFiles
+from backend_lib.models.shapes import Part
 
 
 class TensorSource(Protocol):
@@ -21,9 +22,11 @@ class TensorSource(Protocol):
         Called before anything of the tensor's size is made: what a configuration asks for may be any number.
         """
 
-    def read_into(self, out: Tensor, name: str, expert: int | None = None) -> None:
-        """Copy the tensor `name`, or one expert's part of it, into `out`, of whatever floating type that is.
+    def read_into(self, out: Tensor, name: str, expert: int | None = None, part: Part | None = None) -> None:
+        """Copy the tensor `name`, or one expert's, into `out`, of whatever floating type that is.
 
+        `part`: what of it, in the shape of `out`; all if not given. No more than that is read of the file, but for
+        quantised blocks that it begins or ends in. Of queries and keys, heads must be wanted whole.
         Raises ValueError as `check` does.
         """
 
@@ -31,8 +34,9 @@ class TensorSource(Protocol):
         """Raises ValueError naming a tensor that was not asked for: the checkpoint is of another architecture."""
 
 
-def open_tensors(checkpoint: Checkpoint) -> TensorSource:
+def open_tensors(checkpoint: Checkpoint, readers: int = 1) -> TensorSource:
+    """`readers`: how many read a share of the checkpoint each, for what is said of the progress."""
     assert isinstance(checkpoint.config, DecoderConfig)
     if checkpoint.weights.gguf is not None:
-        return GgufTensors(checkpoint.weights.gguf, checkpoint.config)
-    return SafetensorsFiles(checkpoint.weights.safetensors, checkpoint.config)
+        return GgufTensors(checkpoint.weights.gguf, checkpoint.config, readers)
+    return SafetensorsFiles(checkpoint.weights.safetensors, checkpoint.config, readers)

@@ -13,6 +13,7 @@ import torch
 from backend_lib.arena import Arena, ArenaSpec, Doorbell
 from backend_lib.config import Settings
 from backend_lib.models.batch import ForwardBatch, chunk_words
+from backend_lib.models.shapes import Part
 from backend_lib.router.group import ring_records
 from backend_lib.worker.engine import build_engine
 from benchmarks.device.gpu import Cpu, Gpu
@@ -27,7 +28,7 @@ class RandomTensors:
 
     def check(self, name: str, shape: Sequence[int], expert: int | None = None) -> None: ...
 
-    def read_into(self, out: torch.Tensor, name: str, expert: int | None = None) -> None:
+    def read_into(self, out: torch.Tensor, name: str, expert: int | None = None, part: Part | None = None) -> None:
         if "norm" in name:
             out.fill_(1.0)
         else:
@@ -38,7 +39,7 @@ class RandomTensors:
 
 @contextmanager
 def random_weights() -> Iterator[None]:
-    with mock.patch("backend_lib.models.load.open_tensors", lambda checkpoint: RandomTensors()):
+    with mock.patch("backend_lib.models.load.open_tensors", lambda checkpoint, readers: RandomTensors()):
         yield
 
 

@@ -90,7 +90,7 @@ class Reference:
         if isinstance(embedding, QuantisedEmbedding):
             embedding = Embedding(self.linear(embedding.weight).weight)
         return TransformerDecoder(
-            quantised.config, embedding=embedding, layers=[self.layer(layer) for layer in quantised.layers],
+            quantised.share, embedding=embedding, layers=[self.layer(layer) for layer in quantised.layers],
             norm=quantised.norm, head=self.linear(quantised.head), start_step=EagerStep,
         )  # fmt: skip
 

@@ -23,8 +23,10 @@ from backend_lib.checkpoint import DecoderConfig
 from backend_lib.config import Settings
 from backend_lib.models import load as load_module
 from backend_lib.models.build import DecoderBuilder
+from backend_lib.models.division import divide
 from backend_lib.models.graphs import Graphs
 from backend_lib.models.placement import Placement, step_maker
+from backend_lib.models.shapes import Part
 from backend_lib.worker import machine as machine_module
 from backend_lib.worker.cuda import CudaDevice
 from backend_lib.worker.machine import Machine, build_machine
@@ -74,12 +76,13 @@ class FakeGpu:
         """A model of random weights, loaded and warm."""
         placement = Placement(GPU, "dense", dtype, True)
         start_step = step_maker(placement, config, settings)
-        decoder = DecoderBuilder(config, _Weights(), placement, start_step, config.max_position).decoder()
+        share = divide(config, 1)[0]
+        decoder = DecoderBuilder(share, _Weights(), placement, start_step, config.max_position).decoder()
         checkpoint: Any = SimpleNamespace(config=config)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(machine_module, "place", lambda settings, checkpoint: placement)
             patch.setattr(machine_module, "_device", lambda placement, settings: CudaDevice(_launching, _Runtime()))
-            patch.setattr(load_module, "build_decoder", lambda checkpoint, settings, placement: decoder)
+            patch.setattr(load_module, "build_decoder", lambda *args: decoder)
             return build_machine(checkpoint, settings, config.max_position, kv_tokens=settings.kv_tokens)
 
     def _launch(self, function: Any, *args: Any, grid: tuple[int, ...], warmup: bool, **kwargs: Any) -> None:
@@ -113,7 +116,7 @@ def _kind_of(value: Any, may_specialise: bool, may_align: bool) -> Any:
 class _Weights:
     def check(self, name: str, shape: Any, expert: int | None = None) -> None: ...
 
-    def read_into(self, out: torch.Tensor, name: str, expert: int | None = None) -> None: ...
+    def read_into(self, out: torch.Tensor, name: str, expert: int | None = None, part: Part | None = None) -> None: ...
 
     def check_all_read(self) -> None: ...
 
