@@ -26,6 +26,8 @@ class CommandKind(IntEnum):
 
 
 class Command(NamedTuple):
+    """`argument` of ADMIT: output tokens that an earlier worker has published."""
+
     sequence: int
     kind: CommandKind
     slot: int

@@ -182,14 +182,14 @@ class Group:
         stream.seen_at_start = published.output_len if published else 0
         stream.started_before = self._started_ns(stream)
         stream.first_started = stream.first_started or stream.started_before
-        stream.last_command = self._post(CommandKind.ADMIT, stream)
+        stream.last_command = self._post(CommandKind.ADMIT, stream, stream.seen_at_start)
         stream.posted = True
 
     def _started_ns(self, stream: Stream) -> int:
         """When a worker last gave the sequence a row; each one that does stamps it anew."""
         return int(self._slots.headers["first_scheduled_ns"][stream.slot])
 
-    def _post(self, kind: CommandKind, stream: Stream) -> int:
-        sequence = self.ring.post(kind, stream.slot, stream.generation)
+    def _post(self, kind: CommandKind, stream: Stream, argument: int = 0) -> int:
+        sequence = self.ring.post(kind, stream.slot, stream.generation, argument)
         self.bells[0].ring()  # rank 0 tells the others
         return sequence

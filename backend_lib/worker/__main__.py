@@ -18,7 +18,7 @@ from backend_lib.worker.parent import die_with_parent
 
 
 def main() -> None:
-    args = _arguments()
+    args = parse_arguments()
     die_with_parent(args.parent)
     if args.server is not None:
         threading.Thread(target=_end_router_with_server, args=(args.server, args.parent), daemon=True).start()
@@ -38,7 +38,8 @@ def main() -> None:
             traceback.print_exc()
         status.set_failed(f"{type(error).__name__}: {error}")
         Doorbell(args.replies).ring()
-        sys.exit(LOST_GROUP if is_lost else 1)
+        sys.stderr.flush()
+        os._exit(LOST_GROUP if is_lost else 1)  # threads of collectives may be waiting, and would be no clean end
 
 
 def _serve(arena: Arena, status: StatusBlock, args: argparse.Namespace) -> None:
@@ -64,7 +65,8 @@ def _end_router_with_server(server: int, router: int) -> None:
         os.kill(router, signal.SIGKILL)
 
 
-def _arguments() -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
+    """Of a worker, which the router writes."""
     parser = argparse.ArgumentParser(prog="backend_lib.worker", description=__doc__)
     for name, text in {
         "arena": "descriptor of the arena",

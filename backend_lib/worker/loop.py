@@ -78,7 +78,7 @@ class InferLoop:
     def _admit(self, command: Command) -> None:
         """What fails here concerns one sequence only, and ends only that one."""
         try:
-            sequence = self._read_slot(command.slot, command.generation)
+            sequence = self._read_slot(command.slot, command.argument)
             if sequence.grammar is None:
                 self._scheduler.add(sequence)
             else:
@@ -142,9 +142,9 @@ class InferLoop:
             reach("freed")
 
     def _accept(self, sequence: Sequence, token_id: int) -> None:
-        was_told = sequence.told_finish
+        goes_on_for_nobody = sequence.grammar_finish
         sequence.accept(token_id)
-        if was_told:
+        if goes_on_for_nobody:
             return
         self._publisher.token(sequence)
         if sequence.grammar_finish and not sequence.finish:

@@ -51,9 +51,10 @@ class RankGroup:
     def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device) -> None:
         self.rank, self.size = rank, size
         self._device = device
-        backend = "nccl" if device.type == "cuda" else "gloo"
+        is_gpu = device.type == "cuda"
+        backend, own = ("nccl", torch.device("cuda", torch.cuda.current_device())) if is_gpu else ("gloo", None)
         with _lost(rank):
-            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_FOREVER)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_FOREVER, device_id=own)
             self._node = dist.new_group(backend=backend, timeout=_FOREVER)
 
     def all_reduce(self, x: torch.Tensor) -> None:

@@ -76,21 +76,21 @@ class Sequence:
 
     @classmethod
     def from_slot(
-        cls, slots: SlotTable, slot: int, generation: int, eos_token_ids: frozenset[int], *, keeps_slot: bool = True
+        cls, slots: SlotTable, slot: int, output_len: int, eos_token_ids: frozenset[int], *, keeps_slot: bool = True
     ) -> Sequence:
-        """Read a slot's half of the router. What an earlier worker has published is the sequence's beginning.
+        """Read a slot's half of the router. The `output_len` tokens that an earlier worker had published are the
+        sequence's beginning; how many says the router, for rank 0 may have published more when another rank reads.
 
         `keeps_slot`: the sequence goes on to read and write it, as rank 0 does, whose word gives it back. Others may be
         a step behind that word, so they keep a copy, and write nothing.
         """
         header = slots.headers[slot]
-        published = slots.published(slot, generation)
         params = json.loads(slots.params(slot))
         arrays = _Arrays.of(slots, slot)
         arrays = arrays if keeps_slot else arrays.apart()
         return cls(
             slot=slot,
-            generation=generation,
+            generation=int(header["generation"]),
             **arrays._asdict(),
             max_tokens=int(header["max_tokens"]),
             min_tokens=int(header["min_tokens"]),
@@ -108,7 +108,7 @@ class Sequence:
             use_cache=params.get("prefix_cache", True) and arrays.prompt_logprobs is None,
             eos_token_ids=frozenset() if header["ignore_eos"] else eos_token_ids,
             stop_token_ids=frozenset(params["stop_token_ids"]),
-            output_len=published.output_len if published else 0,
+            output_len=output_len,
         )
 
     def follow(self, grammar: CompiledGrammar) -> None:
@@ -185,11 +185,12 @@ class Sequence:
             self.finish = FinishReason.STOP_TOKEN
         elif self.output_len >= self.max_tokens:
             self.finish = FinishReason.LENGTH
-        may_match = self.finish in (FinishReason.NONE, FinishReason.LENGTH) and not self.grammar_finish
-        if self.grammar_state is not None and may_match:
+        if self.grammar_state is not None and not self.grammar_finish:
             self._follow_to(self.grammar_state, token_id)
 
     def _follow_to(self, state: GrammarState, token_id: int) -> None:
+        if self.finish in (FinishReason.EOS, FinishReason.STOP_TOKEN):
+            return
         self.error, self.grammar_len = _error_of(state, token_id), self.output_len
         if self.error:
             self.grammar_finish = FinishReason.ERROR

@@ -77,7 +77,7 @@ def test_a_difference_between_ranks_ends_the_rank_that_finds_it(checkpoint, monk
     monkeypatch.setenv("TANDEM_CRASH_POINTS", "")
     group = PlayedGroup(str(checkpoint), tensor_parallel=2, debug="on", **SMALL)
     try:
-        group.start(disturbed={1: "tests.support.disturbed_rank"})
+        group.start(modules={1: "tests.support.disturbed_rank"})
         group.admit(0, [5, 6], MAX_TOKENS)
         assert not wait_ended(group.psutil_processes[1:], 20)
         assert "rank 1 and rank 0 differ after step" in group.arena.status(0, 1).error
@@ -96,3 +96,18 @@ def test_a_rank_whose_group_is_lost_says_so(checkpoint):
             time.sleep(0.05)
         assert group.processes[0].poll() == LOST_GROUP
         assert "has lost another rank" in group.arena.status(0, 0).error
+
+
+def test_a_rank_that_reads_a_slot_late_begins_where_the_others_began(checkpoint):
+    """The model needs no collective, and ids go from rank to rank: rank 0 publishes before the last one has read."""
+    group = PlayedGroup(str(checkpoint), tensor_parallel=4, debug="on", **SMALL)
+    try:
+        group.start(modules={3: "tests.support.slow_rank"})
+        refs = [group.admit(slot, [5, slot], MAX_TOKENS) for slot in range(12)]
+        group.wait_released(refs)
+        more = [group.admit(slot, [6, slot], MAX_TOKENS) for slot in range(12, 24)]
+        group.wait_released(more)
+        assert all(group.output(ref) == list(expected_ids([5, ref.slot], MAX_TOKENS)) for ref in refs)
+        group.assert_alive()
+    finally:
+        group.close()

@@ -151,6 +151,16 @@ def worker_pids() -> set[int]:
     return {child.pid for child in psutil.Process().children() if "backend_lib.worker" in _arguments(child)}
 
 
+def workers_of(router: Router) -> dict[tuple[int, int], int]:
+    """Process ids of the router's workers, by group and rank."""
+    found = {}
+    for child in psutil.Process().children():
+        told = dict(each.removeprefix("--").split("=", 1) for each in _arguments(child) if each.startswith("--"))
+        if told.get("arena") == str(router._arena.fd):
+            found[int(told["group"]), int(told["rank"])] = child.pid
+    return found
+
+
 def worker_pid(router: Router) -> int | None:
     """The router's worker, from the arena's descriptor in its arguments."""
     argument = f"--arena={router._arena.fd}"

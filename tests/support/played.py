@@ -39,10 +39,10 @@ class PlayedGroup:
         self.processes: list[subprocess.Popen] = []
         self._generation = 0
 
-    def start(self, timeout: float = 60, disturbed: Mapping[int, str] = MappingProxyType({})) -> None:
-        """`disturbed`: ranks that run another module than a worker's."""
-        modules = [disturbed.get(rank, "backend_lib.worker") for rank in range(self.num_ranks)]
-        self.processes = [self._process(rank, module) for rank, module in enumerate(modules)]
+    def start(self, timeout: float = 60, modules: Mapping[int, str] = MappingProxyType({})) -> None:
+        """`modules`: ranks that run another module than a worker's."""
+        names = [modules.get(rank, "backend_lib.worker") for rank in range(self.num_ranks)]
+        self.processes = [self._process(rank, name) for rank, name in enumerate(names)]
         self.psutil_processes = [psutil.Process(process.pid) for process in self.processes]
         deadline = time.monotonic() + timeout
         while any(self.arena.status(0, rank).state is not WorkerState.READY for rank in range(self.num_ranks)):

@@ -10,6 +10,7 @@ import torch
 from backend_lib.config import Settings
 from backend_lib.worker import machine
 from backend_lib.worker.machine import MAX_KV_TOKENS, _Parts
+from backend_lib.worker.process_groups import SOLO
 
 GIB = 1 << 30
 ON_GPU = SimpleNamespace(device=SimpleNamespace(type="cuda"))
@@ -33,7 +34,7 @@ def steps(monkeypatch) -> list[str]:
 
 def kv_tokens(bytes_per_token: int, **settings) -> int:
     decoder = SimpleNamespace(kv_bytes_per_token=bytes_per_token)
-    parts = _Parts(ON_GPU, decoder, None, Settings(device="cuda", **settings), 100_000, True)  # type: ignore[arg-type]
+    parts = _Parts(ON_GPU, decoder, None, Settings(device="cuda", **settings), 100_000, True, SOLO)  # type: ignore[arg-type]
     return parts.kv_tokens()
 
 

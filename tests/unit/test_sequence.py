@@ -105,7 +105,7 @@ def slots():
 
 
 def test_it_is_read_from_its_slot(slots) -> None:
-    sequence = Sequence.from_slot(slots, 1, 9, frozenset({EOS}))
+    sequence = Sequence.from_slot(slots, 1, 0, frozenset({EOS}))
     assert sequence.prompt_ids.tolist() == [11, 12, 13] and len(sequence.output_ids) == 4
     assert (sequence.seed, sequence.temperature, sequence.top_p, sequence.top_k) == ((1 << 64) - 2, 0.5, 0.25, 40)
     assert (sequence.max_tokens, sequence.min_tokens, sequence.output_len) == (4, 2, 0)
@@ -115,13 +115,57 @@ def test_it_is_read_from_its_slot(slots) -> None:
 def test_what_an_earlier_worker_published_is_its_beginning(slots) -> None:
     slots.output_ids(1)[:3] = [21, 22, 23]
     slots.publish(1, 9, 2, FinishReason.NONE, released=False)  # the third was written and never published
-    sequence = Sequence.from_slot(slots, 1, 9, frozenset())
+    sequence = Sequence.from_slot(slots, 1, 2, frozenset())
     assert sequence.output_len == sequence.num_planned == 2 and sequence.known_len == 5
     assert sequence.known_ids(0, 5).tolist() == [11, 12, 13, 21, 22]
     sequence.accept(24)
     assert slots.output_ids(1).tolist()[:3] == [21, 22, 24]
 
 
-def test_nothing_is_taken_over_from_another_generation(slots) -> None:
-    slots.publish(1, 8, 2, FinishReason.NONE, released=False)
-    assert Sequence.from_slot(slots, 1, 9, frozenset()).output_len == 0
+def test_a_rank_that_may_be_a_step_behind_keeps_a_copy_and_writes_nothing(slots) -> None:
+    """Rank 0 has given the slot back, and another request stands in it."""
+    slots.output_ids(1)[:1] = [21]
+    slots.publish(1, 9, 1, FinishReason.NONE, released=False)
+    sequence = Sequence.from_slot(slots, 1, 1, frozenset(), keeps_slot=False)
+    slots.prompt_ids(1)[:] = [1, 1, 1]
+    slots.output_ids(1)[:] = [2, 2, 2, 2]
+    sequence.accept(24)
+    assert sequence.known_ids(0, 5).tolist() == [11, 12, 13, 21, 24]
+    assert slots.output_ids(1).tolist() == [2, 2, 2, 2]
+
+
+class Letters:
+    """In the place of a grammar that has been followed to its end after so many tokens."""
+
+    is_stuck = is_too_slow = False
+
+    def __init__(self, count: int) -> None:
+        self.left = count
+
+    def accept(self, token_id: int) -> bool:
+        self.left -= 1
+        return True
+
+    @property
+    def is_over(self) -> bool:
+        return self.left == 0
+
+
+def test_what_a_grammar_ends_is_told_at_once_and_ends_when_all_ranks_know() -> None:
+    """Until then it goes on for nobody, as it does on the ranks that follow no grammar."""
+    sequence = new_sequence(2, 5, grammar_state=Letters(2))
+    follower = new_sequence(2, 5)
+    for token_id in (20, 21, 22):
+        sequence.accept(token_id)
+        follower.accept(token_id)
+    assert (sequence.told_finish, sequence.told_len) == (FinishReason.GRAMMAR, 2)
+    assert (sequence.finish, sequence.output_len) == (follower.finish, follower.output_len) == (FinishReason.NONE, 3)
+    sequence.accept(EOS)
+    assert sequence.finish is FinishReason.EOS and sequence.told_finish is FinishReason.GRAMMAR
+
+
+def test_a_grammar_that_ends_with_the_last_token_has_matched() -> None:
+    sequence = new_sequence(2, 2, grammar_state=Letters(2))
+    sequence.accept(20)
+    sequence.accept(21)
+    assert sequence.finish is FinishReason.LENGTH and sequence.told_finish is FinishReason.GRAMMAR
