@@ -16,7 +16,7 @@ from backend_lib.models import load_decoder
 from backend_lib.models.load import build_decoder
 from tests.support.families import VARIANTS, make_variant
 from tests.support.forward import generate, logits_in_random_steps
-from tests.support.ranks import RankPool, shared_generation, shared_logits
+from tests.support.ranks import RankPool, ranks_sum, shared_generation, shared_logits
 
 # Three key-value heads, five groups of codes, and a vocabulary that are not divisible by 2 or 4.
 UNEVEN = {
@@ -124,6 +124,29 @@ def test_logits_of_every_family_in_codes(
     pool = request.getfixturevalue({2: "two", 4: "four"}[size])
     check_codes(pool, make_variant(tmp_path / "even", variant, **GROUPED), weights, kind_of(variant))
     check_codes(pool, make_variant(tmp_path / "uneven", variant, **(UNEVEN | GROUPED)), weights, kind_of(variant))
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_logits_are_the_same_to_the_last_bit_in_other_steps(
+    size: int, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Sums are in one order, however many tokens are in a step."""
+    pool = request.getfixturevalue({2: "two", 4: "four"}[size])
+    path = make_variant(tmp_path, "llama", **(UNEVEN | GROUPED))
+    args = str(path), {"weights": "int8", "dtype": "float32"}, SEQUENCES
+    (_, first), *_ = pool.call(shared_logits, *args, 0)
+    for seed in (1, 2):
+        (_, other), *_ = pool.call(shared_logits, *args, seed)
+        assert np.array_equal(first, other)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("shape", [(1, 4), (3, 5), (1, 1), (64, 577)])
+def test_a_sum_in_the_order_of_the_ranks(shape: tuple[int, int], four: RankPool) -> None:
+    terms = torch.randn(4, *shape, generator=torch.Generator().manual_seed(0))
+    expected = ((terms[0] + terms[1]) + terms[2]) + terms[3]
+    for total in four.call(ranks_sum, terms.numpy()):
+        assert np.array_equal(total, expected.numpy())
 
 
 def check_kernels(pool: RankPool, path: Path) -> None:

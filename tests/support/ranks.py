@@ -109,14 +109,21 @@ def load_share(ranks: RankGroup, model: str, settings: dict[str, Any]) -> Told:
 
 
 def shared_logits(
-    ranks: RankGroup, model: str, settings: dict[str, Any], ids: list[list[int]]
+    ranks: RankGroup, model: str, settings: dict[str, Any], ids: list[list[int]], seed: int = 0
 ) -> tuple[str, np.ndarray]:
     """What kind of decoder it is, and float32 [n, V], all logits of all sequences; pipes take no tensors."""
     decoder = load_share(ranks, model, settings)
-    return decoder.kind, torch.cat(logits_in_random_steps(decoder, ids)).numpy()
+    return decoder.kind, torch.cat(logits_in_random_steps(decoder, ids, seed=seed)).numpy()
 
 
 def shared_generation(
     ranks: RankGroup, model: str, settings: dict[str, Any], prompts: list[list[int]], num_tokens: int
 ) -> list[list[int]]:
     return generate(load_share(ranks, model, settings), prompts, num_tokens=num_tokens, chunk=3)
+
+
+def ranks_sum(ranks: RankGroup, terms: np.ndarray) -> np.ndarray:
+    """Each rank has one of [n, T, E]."""
+    x = torch.from_numpy(terms[ranks.rank].copy())
+    ranks.all_reduce(x)
+    return x.numpy()
