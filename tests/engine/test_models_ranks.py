@@ -16,7 +16,7 @@ from backend_lib.models import load_decoder
 from backend_lib.models.load import build_decoder
 from tests.support.families import VARIANTS, make_variant
 from tests.support.forward import generate, logits_in_random_steps
-from tests.support.ranks import RankPool, ranks_sum, shared_generation, shared_logits
+from tests.support.ranks import RankPool, logits_of_some, ranks_sum, shared_generation, shared_logits
 
 # Three key-value heads, five groups of codes, and a vocabulary that are not divisible by 2 or 4.
 UNEVEN = {
@@ -138,6 +138,17 @@ def test_logits_are_the_same_to_the_last_bit_in_other_steps(
     for seed in (1, 2):
         (_, other), *_ = pool.call(shared_logits, *args, seed)
         assert np.array_equal(first, other)
+
+
+@pytest.mark.parametrize("weights", ["fp32", "int8"])
+def test_only_some_logits_are_wanted(weights: str, two: RankPool, tmp_path: Path) -> None:
+    """Or none: a chunk of a prompt that goes on in the next step."""
+    args = str(make_variant(tmp_path, "gemma2", **(UNEVEN | GROUPED))), {"weights": weights, "dtype": "float32"}
+    whole, *some = [list(range(16)), [15], [3, 0, 15], []]
+    for expected, *parts in two.call(logits_of_some, *args, SEQUENCES[1], [whole, *some]):
+        for places, part in zip(some, parts, strict=True):
+            assert part.shape == (len(places), 515)
+            assert np.allclose(part, expected[places], atol=1e-5)
 
 
 @pytest.mark.long

@@ -20,7 +20,7 @@ from backend_lib.config import Settings
 from backend_lib.models import Decoder, ForwardBatch, load_decoder
 from backend_lib.models.graphed import GraphedDecoder
 from backend_lib.worker.process_groups import RankGroup
-from tests.support.forward import generate, logits_in_random_steps
+from tests.support.forward import ForwardDriver, generate, logits_in_random_steps
 
 _CONTEXT = multiprocessing.get_context("spawn")
 _DEADLINE = 150  # seconds, for one call
@@ -127,3 +127,14 @@ def ranks_sum(ranks: RankGroup, terms: np.ndarray) -> np.ndarray:
     x = torch.from_numpy(terms[ranks.rank].copy())
     ranks.all_reduce(x)
     return x.numpy()
+
+
+def logits_of_some(
+    ranks: RankGroup, model: str, settings: dict[str, Any], ids: list[int], wanted: list[list[int]]
+) -> list[np.ndarray]:
+    """float32 [L, V] of a prompt's tokens, once for each choice of them."""
+    decoder = load_share(ranks, model, settings)
+    driver = ForwardDriver(decoder, rows=1)
+    batch = driver._batch({driver.add(ids): len(ids)})
+    parts = [dataclasses.replace(batch, prompt_logits_index=torch.tensor(each, dtype=torch.int64)) for each in wanted]
+    return [decoder.forward(part, driver.kv).numpy().copy() for part in parts]
