@@ -88,7 +88,7 @@ class Rig:
         self.made.append(self)
         self.look = IDLE
         self.metrics = Metrics()
-        self.counts = WorkerCounts(self.metrics, lambda: self.look)
+        self.counts = WorkerCounts(self.metrics, lambda: [self.look])
         self.registry = registry or FakeRegistry()
         self.may_begin = False
 
@@ -135,7 +135,7 @@ def test_a_worker_that_is_replaced_is_shown_as_such_until_the_next_one_is_ready(
     rig = Rig()
     shown = []
     for ready in (True, False, True):
-        rig.look = IDLE._replace(ready=ready)
+        rig.look = IDLE._replace(num_ready=int(ready))
         assert rig.pusher.push() or ready
         shown.append(rig.registry.values[Series(READY.name)])
     assert shown == [1, 0, 1]
@@ -255,7 +255,7 @@ def test_nothing_is_registered_before_it_may_begin() -> None:
 def test_the_thread_sleeps_while_nothing_changes_and_ends_when_closed(monkeypatch) -> None:
     rig = Rig()
     looks: list[int] = []
-    monkeypatch.setattr(rig.counts, "_look", lambda: looks.append(1) or rig.look)
+    monkeypatch.setattr(rig.counts, "_looks", lambda: looks.append(1) or [rig.look])
     rig.start()
     time.sleep(0.2)
     assert len(looks) == 2, "all is new, and then nothing"
