@@ -109,7 +109,7 @@ def _on_cpu(settings: Settings, count: int) -> Seating:
     if count == 1:
         return Seating([[Seat()]], settings)
     if share < (threads or 1):
-        words = f"{count} workers share {usable} cores, with {threads or 1} threads each"
+        words = f"{count} workers share the cores, of which they may use {usable}; threads of each: {threads or 1}"
         return Seating(_by_group(settings, [Seat()] * count), replace(settings, threads=threads or 1), words)
     parts = [tuple(allowed[number * share : (number + 1) * share]) for number in range(count)]
     words = f"{count} workers have cores of their own: {'; '.join(', '.join(map(str, part)) for part in parts)}"
