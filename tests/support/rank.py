@@ -1,6 +1,7 @@
 """`python -m tests.support.rank`: stands in for a worker, and does what the variable RANKS orders.
 
 RANKS is JSON: by `epoch.rank` the orders, one after another with `;` between them. After them it waits to be killed.
+`told` waits for a word of the test's, `follow RANK` until that rank has said that it failed, as it does before it ends.
 """
 
 from __future__ import annotations
@@ -9,10 +10,14 @@ import json
 import os
 import signal
 import time
+from collections.abc import Callable
 
-from backend_lib.arena import Arena, StatusBlock, WorkerState
+from backend_lib.arena import Arena, WorkerState
+from backend_lib.request import FinishReason
 from backend_lib.worker.__main__ import parse_arguments
 from backend_lib.worker.parent import die_with_parent
+
+TOLD = 7  # the slot whose verdict is the test's word
 
 
 def main() -> None:
@@ -34,8 +39,10 @@ def main() -> None:
             os.kill(os.getpid(), signal.Signals[value])
         elif verb == "sleep":
             time.sleep(float(value))
+        elif verb == "told":
+            _wait(lambda: arena.slots.client_finish(TOLD) is not FinishReason.NONE)
         elif verb == "follow":
-            _wait_failed(arena.status(args.group, int(value)))
+            _wait(lambda rank=int(value): arena.status(args.group, rank).state is WorkerState.FAILED)
         elif verb == "compute":
             _compute(float(value))
         else:
@@ -43,9 +50,8 @@ def main() -> None:
     signal.pause()
 
 
-def _wait_failed(status: StatusBlock) -> None:
-    """Until that rank has said so. It may not have ended yet."""
-    while status.state is not WorkerState.FAILED:
+def _wait(condition: Callable[[], bool]) -> None:
+    while not condition():
         time.sleep(0.001)
 
 

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from backend_lib.arena import Doorbell, WorkerState
-from backend_lib.request import GenerationRequest
+from backend_lib.request import FinishReason, GenerationRequest
 from backend_lib.router import worker_process
 from backend_lib.router.group import Group
 from backend_lib.router.seats import Seat
@@ -23,6 +23,7 @@ from backend_lib.router.supervisor import Supervisor
 from backend_lib.router.workers import End
 from tests.support.arena import close, new_arena
 from tests.support.processes import has_ended
+from tests.support.rank import TOLD
 from tests.support.senders import ListSender
 
 TIMEOUT = 20
@@ -56,6 +57,10 @@ class Rig:
 
     def wait_down(self) -> End:
         return self.downs.get(timeout=TIMEOUT)
+
+    def tell(self) -> None:
+        """What `told` waits for; ranks of later epochs find it said."""
+        self.arena.slots.set_client_finish(TOLD, FinishReason.CANCELLED)
 
     def _came_up(self) -> None:
         self.group.came_up()
@@ -96,10 +101,11 @@ def test_a_group_is_up_when_all_its_ranks_are_ready(rig) -> None:
 )
 def test_a_rank_that_lost_its_group_is_not_the_cause_of_the_end(rig, ends: str, words: str) -> None:
     """Though it is seen to end first. Then the rest is killed, and all begin again."""
-    first = {"0.0": f"{READY};sleep 0.2;{LOST}", "0.1": f"{READY};follow 0;sleep 0.05;{ends}"}
+    first = {"0.0": f"{READY};told;{LOST}", "0.1": f"{READY};follow 0;sleep 0.05;{ends}"}
     with rig(first | {"1.0": READY, "1.1": READY}) as group:
         group.wait_up()
         pid = group.processes[1].pid
+        group.tell()
         assert group.wait_down() == End(f"worker {pid}, rank 1 {words}", from_outside=False)
         group.wait_up()
         assert group.alive_at_down == [[]] and group.arena.epoch(0) == 1
@@ -108,19 +114,21 @@ def test_a_rank_that_lost_its_group_is_not_the_cause_of_the_end(rig, ends: str, 
 
 def test_a_rank_that_was_killed_from_outside_is_the_cause_of_any_other_end(rig) -> None:
     """No rank's end can have sent that signal, while a rank whose collective fails may crash in many ways."""
-    crash = f"{READY};sleep 0.2;fail the collective failed;exit 6"
+    crash = f"{READY};told;fail the collective failed;exit 6"
     with rig({"0.0": crash, "0.1": f"{READY};follow 0;sleep 0.05;signal SIGKILL", "1.0": READY, "1.1": READY}) as group:
         group.wait_up()
-        end = group.wait_down()
-        assert end == End(f"worker {group.processes[1].pid}, rank 1 was killed by SIGKILL: ", from_outside=True)
+        first = group.processes
+        group.tell()
+        assert group.wait_down() == End(f"worker {first[1].pid}, rank 1 was killed by SIGKILL: ", from_outside=True)
 
 
 def test_where_all_have_only_lost_their_group_the_first_is_named(rig) -> None:
-    with rig({"0.0": f"{READY};sleep 0.2;{LOST}", "0.1": READY, "1.0": READY, "1.1": READY}) as group:
+    with rig({"0.0": f"{READY};told;{LOST}", "0.1": READY, "1.0": READY, "1.1": READY}) as group:
         group.wait_up()
-        other = group.processes[1]
+        lost, other = group.processes
+        group.tell()
         end = group.wait_down()
-        assert end.words == f"worker {group.processes[0].pid}, rank 0 ended with status 3: LostGroup: gone"
+        assert end.words == f"worker {lost.pid}, rank 0 ended with status 3: LostGroup: gone"
         assert not end.from_outside and has_ended(other)
 
 
@@ -136,10 +144,13 @@ def test_a_rank_that_is_killed_takes_the_others_along(rig) -> None:
 
 def test_a_rank_that_cannot_load_fails_the_first_load_in_its_own_words(rig) -> None:
     """The others may wait for it for ever, or find that it has gone."""
-    for others in ("sleep 100", LOST):
-        waits = "follow 0;sleep 0.05" if others == LOST else "sleep 0"
+    for others in ("sleep 100", f"told;{LOST}"):
+        waits = "told" if others == "sleep 100" else "follow 0;sleep 0.05"
         orders = {"0.0": others, "0.1": f"{waits};fail ValueError: no room for a KV cache;exit 1"}
         with rig(orders) as group:
+            while {group.arena.status(0, rank).state for rank in range(2)} != {WorkerState.LOADING}:
+                time.sleep(0.01)
+            group.tell()
             with pytest.raises(RuntimeError, match=r"^worker \d+, rank 1 ended with status 1: ValueError: no room for"):
                 group.supervisor.first_load.result(TIMEOUT)
             group.supervisor.close()
