@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 
 import numpy as np
@@ -209,6 +208,10 @@ def test_a_map_forgets_the_least_recently_sent_and_of_a_prompt_its_end_first() -
     assert prefixes.matched(first) == len(prefixes) == 0
 
 
+def common(first: list[int], second: list[int]) -> int:
+    return next((at for at in range(len(first)) if first[: at + 1] != second[: at + 1]), len(first))
+
+
 PROMPTS = st.lists(st.integers(0, 2), max_size=4)
 
 
@@ -217,7 +220,7 @@ def test_a_match_is_the_longest_common_beginning_of_whole_blocks(sent, asked, re
     prefixes = PrefixMap(1000)
     for prompt in sent:
         prefixes.add(block_keys(np.array(blocks(*prompt), np.int32)))
-    lengths = [len(os.path.commonprefix([asked, each])) for each in sent]
+    lengths = [common(asked, each) for each in sent]
     keys = block_keys(np.array(blocks(*asked) + [7] * rest, np.int32))
     assert prefixes.matched(keys) == max(lengths, default=0)
 
@@ -268,6 +271,7 @@ def test_once_a_start_has_failed_all_of_it_goes_on_elsewhere(it) -> None:
     assert [(each.slot, each.argument) for each in ring.read(0)] == [(moving.slot, 5), (first.slot, 0)]
     assert [stream.group for stream in (moving, first, named, second)] == [1, 1, 0, 0]
     assert int(it.arena.slots.headers["group"][first.slot]) == 1
+    assert it.groups[0].movable(given=True) == []
     it.settle(moving, first)
     assert it.released == [moving, first]
     it.failing.clear()
@@ -360,6 +364,22 @@ def test_an_abort_between_leaving_one_group_and_entering_the_next(it, monkeypatc
     monkeypatch.setattr(it.groups[1], "submit", late)
     it.down(0, failed=True)
     assert it.released == [stream] and it.commands(1) == [] and it.groups[1].num_streams == 0
+    assert stream.last_command == 0, "the slot waits for no command in the new group's ring"
+
+
+def test_an_abort_just_before_the_stream_would_go(it, monkeypatch) -> None:
+    """Its slot is the old group's to give back."""
+    it.up(0, 1)
+    stream = it.one()
+    choose = it.dispatch._choose
+
+    def late(each: Stream) -> int:
+        it.abort(each)
+        return choose(each)
+
+    monkeypatch.setattr(it.dispatch, "_choose", late)
+    it.down(0, failed=True)
+    assert stream.group == 0 and it.released == [stream] and it.commands(1) == []
 
 
 def test_a_stream_that_two_threads_move_is_posted_once(it, monkeypatch) -> None:
