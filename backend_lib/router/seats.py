@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import reprlib
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -65,7 +66,7 @@ def _on_gpu(settings: Settings) -> bool:
 def _check_no_gpus(settings: Settings) -> None:
     if settings.gpus != "auto":
         where = f"device '{settings.device}'" if settings.device in ("cpu", "interpret") else "workers on the CPU"
-        raise ValueError(f"parameter 'gpus' is '{settings.gpus}'; allowed with {where} is auto")
+        raise ValueError(f"parameter 'gpus' is {reprlib.repr(settings.gpus)}; allowed with {where} is auto")
 
 
 def _chosen_gpus(settings: Settings, visible: list[str], count: int) -> list[str]:
@@ -99,7 +100,7 @@ def _numbers(settings: Settings, num_visible: int, count: int) -> list[int]:
 
 
 def _refuse(settings: Settings, allowed: str) -> None:
-    raise ValueError(f"parameter 'gpus' is '{settings.gpus}'; {allowed}")
+    raise ValueError(f"parameter 'gpus' is {reprlib.repr(settings.gpus)}; {allowed}")
 
 
 def _on_cpu(settings: Settings, count: int) -> Seating:
@@ -109,7 +110,7 @@ def _on_cpu(settings: Settings, count: int) -> Seating:
     if count == 1:
         return Seating([[Seat()]], settings)
     if share < (threads or 1):
-        words = f"{count} workers share {usable} cores, with {threads or 1} threads each"
+        words = f"{count} workers share the cores, of which they may use {usable}; threads of each: {threads or 1}"
         return Seating(_by_group(settings, [Seat()] * count), replace(settings, threads=threads or 1), words)
     parts = [tuple(allowed[number * share : (number + 1) * share]) for number in range(count)]
     words = f"{count} workers have cores of their own: {'; '.join(', '.join(map(str, part)) for part in parts)}"

@@ -18,6 +18,7 @@ from backend_lib.router.seats import Seat
 _VM_COUNTERS = Path("/proc/vmstat")
 _OUTSIDERS_SIGNALS = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 
+WORKER = "backend_lib.worker"
 _ROOT = Path(__file__).resolve().parents[2]  # where backend_lib and kernels are imported from
 
 
@@ -39,7 +40,7 @@ class WorkerProcess:
             arguments.append(f"--cores={','.join(map(str, seat.cores))}")
         self._oom_kills = _oom_kills()
         self._process = subprocess.Popen(
-            [python_executable(), "-m", "backend_lib.worker", *arguments],
+            [python_executable(), "-m", WORKER, *arguments],
             pass_fds=[*fds.values(), *bells], start_new_session=True, stdin=subprocess.DEVNULL, env=_environment(seat),
         )  # fmt: skip
         self.pid = self._process.pid
