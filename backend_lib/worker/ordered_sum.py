@@ -28,5 +28,5 @@ def ordered_all_reduce(x: torch.Tensor, size: int) -> None:
     for other in others:
         total += other
     whole = torch.empty_like(mine)
-    dist.all_gather_into_tensor(whole, total)
+    dist.all_gather_single(whole, total)
     flat.copy_(whole[: len(flat)])
