@@ -97,9 +97,10 @@ def test_logits_of_fused_projections_in_uneven_shares(two: RankPool, tmp_path: P
     check_fp32(two, make_variant(tmp_path, "phi3", **UNEVEN))
 
 
-def test_logits_of_a_program_in_uneven_shares(two: RankPool, tmp_path: Path) -> None:
-    """Norms after each sum, one matrix for embedding and head, scaled embeddings, and a cap of the logits."""
-    path = make_variant(tmp_path, "gemma2", **(UNEVEN | GROUPED))
+@pytest.mark.parametrize("variant", ["llama", "gemma2"])
+def test_logits_of_a_program_in_uneven_shares(variant: str, two: RankPool, tmp_path: Path) -> None:
+    """Gemma has norms after each sum, one matrix for embedding and head, scaled embeddings, and a cap of the logits."""
+    path = make_variant(tmp_path, variant, **(UNEVEN | GROUPED))
     check_codes(two, path, "int8", "CompiledDecoder")
 
 
