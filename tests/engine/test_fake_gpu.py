@@ -57,6 +57,6 @@ def test_nor_by_one_of_several_ranks(model: str, rank: int, size: int) -> None:
         machine = gpu.machine(config, settings, torch.bfloat16, ranks)
         warm, sums = set(gpu.launches), ranks.sums
         gpu.launches.clear()
-        serve(machine, settings, config.max_position, count=30, seed=0, special=0.5)
-    assert len(gpu.launches) > 300 and ranks.sums > sums
+        serve(machine, settings, config.max_position, count=10, seed=0, special=0.5)
+    assert len(gpu.launches) > 100 and ranks.sums > sums
     assert {launch for launch in gpu.launches if launch not in warm} == set()
