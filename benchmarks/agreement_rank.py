@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 
 from backend_lib.arena import Arena, Doorbell
-from backend_lib.arena.layout import DECISION_BYTES
 from backend_lib.config import Settings
 from backend_lib.worker.__main__ import parse_arguments
 from backend_lib.worker.agreement import Agreement, FollowingAgreement, LeadingAgreement, Outlook
@@ -64,7 +63,7 @@ def _agreements(arena: Arena, ranks: RankGroup, bells: list[Doorbell]) -> dict[s
     ring, decisions, rank = arena.ring(0), arena.decisions(0), ranks.rank
     if rank:
         following = FollowingAgreement(ring, bells[rank], decisions, rank)
-        return {"arena": following, "broadcast": BroadcastFollower(following, ranks, DECISION_BYTES // 8)}
+        return {"arena": following, "broadcast": BroadcastFollower(following, ranks)}
     leading = LeadingAgreement(Outlook(ring), bells, decisions, patience=60)
     return {"arena": leading, "broadcast": BroadcastLeader(leading, ranks)}
 

@@ -1,8 +1,8 @@
-"""Do streams keep their tokens while the worker is killed again and again? A real model, router and worker.
+"""Do streams keep their tokens while a worker is killed again and again? A real model, router and worker.
 
     python benchmarks/kills.py --kills 200 --json kills.json
 
-Requests run undisturbed first, then, so many at a time, while the worker gets SIGKILL at random moments: 0.2 to 3 s
+Requests run undisturbed first, then, so many at a time, while a worker gets SIGKILL at random moments: 0.2 to 3 s
 after every stream flows again, and some while the next worker loads. Token ids are compared one by one. Where an
 answer first differs, the margin between the two tokens' scores is computed with the model's own forward on what they
 have in common; a margin below 1e-3 is what rounding may turn, any other is a wrong token. docs/benchmarking.md.
@@ -55,7 +55,7 @@ def main() -> int:
     """The exit code: 1 when a request was lost or a token is wrong."""
     args = _parser().parse_args()
     questions = make_questions(args.prompts, args.seed)
-    with _router(args.model, args.streams) as router:
+    with _router(args.model, args.streams, args.ranks) as router:
         expected = undisturbed(router, questions, args.streams)
         print(f"undisturbed: {len(expected)} requests, {sum(len(ids[1]) for ids in expected)} tokens", flush=True)
         figures = disturbed(router, questions, expected, args)
@@ -146,8 +146,8 @@ def _stalls(stalls: list[Stall]) -> str:
 
 
 @contextmanager
-def _router(model: str, streams: int) -> Iterator[Router]:
-    router = Router(Settings(model=model, max_running=streams))
+def _router(model: str, streams: int, ranks: int) -> Iterator[Router]:
+    router = Router(Settings(model=model, max_running=streams, tensor_parallel=ranks))
     try:
         yield router
     finally:
@@ -159,6 +159,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--kills", type=int, default=20, metavar="N")
     parser.add_argument("--streams", type=int, default=16, metavar="N", help="at a time (default: 16)")
+    parser.add_argument(
+        "--ranks", type=int, default=1, metavar="N", help="that share the weights; any of them is killed"
+    )
     parser.add_argument("--prompts", type=int, default=64, metavar="N", help="different requests (default: 64)")
     parser.add_argument("--seed", type=int, default=0, help="of prompts, draws and moments (default: 0)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")

@@ -36,7 +36,10 @@ class Graphs:
     def _captured(self, size: int, launch: Callable[[int], None]) -> Launch:
         launch(size)  # kernels are compiled and libraries set up outside the graph
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=torch.cuda.current_stream()):
+        # NCCL's own thread asks after earlier collectives meanwhile, which is no part of the capture.
+        with torch.cuda.graph(
+            graph, pool=self._pool, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"
+        ):
             launch(size)
         self._graphs.append(graph)
         return graph.replay

@@ -13,6 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from backend_lib.arena import Decision, Event
+from backend_lib.arena.layout import DECISION_BYTES
 from backend_lib.worker.agreement import FollowingAgreement, LeadingAgreement, StepDecision
 
 Wait = Callable[[], np.ndarray]
@@ -24,52 +25,19 @@ class Channel(Protocol):
         waits for them."""
 
 
-class BroadcastLeader:
-    """An `Agreement` of rank 0 (see `backend_lib.worker.agreement`)."""
+class _OneAhead:
+    """An `Agreement` (see `backend_lib.worker.agreement`) whose next decision may be on its way; else the arena's."""
 
-    def __init__(self, arena: LeadingAgreement, channel: Channel) -> None:
+    def __init__(self, arena: LeadingAgreement | FollowingAgreement, channel: Channel) -> None:
         self._arena = arena
         self._channel = channel
-        self._coming: tuple[StepDecision, Wait] | None = None
+        self._coming: Callable[[], StepDecision] | None = None
         self._step = 0
 
     def receive(self, *, block: bool) -> StepDecision:
         if self._coming:
-            (decision, wait), self._coming = self._coming, None
-            wait()
-            if any(decision) or not block:
-                return decision
-        return self._arena.receive(block=block)
-
-    def applied(self, decision: StepDecision) -> None:
-        self._arena.applied(decision)
-
-    def announce(self, *, busy: bool) -> None:
-        if not busy:
-            return
-        decision = self._arena.outlook.look()
-        self._step += 1
-        packed = self._arena.outlook.decided(self._step, decision).pack()
-        self._coming = decision, self._channel.start_broadcast(np.frombuffer(packed, dtype=np.int64).copy())
-
-    def tell(self, event: Event) -> None:
-        self._arena.tell(event)
-
-
-class BroadcastFollower:
-    """An `Agreement` of another rank."""
-
-    def __init__(self, arena: FollowingAgreement, channel: Channel, num_words: int) -> None:
-        self._arena = arena
-        self._channel = channel
-        self._num_words = num_words
-        self._coming: Wait | None = None
-        self._step = 0
-
-    def receive(self, *, block: bool) -> StepDecision:
-        if self._coming:
-            decision = self._arena.follow(self._next(self._coming))
-            self._coming = None
+            arrived, self._coming = self._coming, None
+            decision = arrived()
             if any(decision) or not block:
                 return decision
         return self._arena.receive(block=block)
@@ -79,14 +47,46 @@ class BroadcastFollower:
 
     def announce(self, *, busy: bool) -> None:
         if busy:
-            self._coming = self._channel.start_broadcast(np.zeros(self._num_words, dtype=np.int64))
+            self._step += 1
+            self._coming = self._enqueue(self._step)
 
     def tell(self, event: Event) -> None:
         self._arena.tell(event)
 
-    def _next(self, wait: Wait) -> Decision:
-        decision = Decision.unpack(wait().tobytes())
-        self._step += 1
-        if decision is None or decision.step != self._step:
-            raise RuntimeError(f"decision {self._step} came as {decision}")
-        return decision
+    def _enqueue(self, step: int) -> Callable[[], StepDecision]:
+        """What waits for decision `step`, and returns it."""
+        raise NotImplementedError
+
+
+class BroadcastLeader(_OneAhead):
+    """Rank 0."""
+
+    _arena: LeadingAgreement
+
+    def _enqueue(self, step: int) -> Callable[[], StepDecision]:
+        decision = self._arena.outlook.look()
+        packed = self._arena.outlook.decided(step, decision).pack()
+        wait = self._channel.start_broadcast(np.frombuffer(packed, dtype=np.int64).copy())
+
+        def arrived() -> StepDecision:
+            wait()
+            return decision
+
+        return arrived
+
+
+class BroadcastFollower(_OneAhead):
+    """Another rank."""
+
+    _arena: FollowingAgreement
+
+    def _enqueue(self, step: int) -> Callable[[], StepDecision]:
+        wait = self._channel.start_broadcast(np.zeros(DECISION_BYTES // 8, dtype=np.int64))
+
+        def arrived() -> StepDecision:
+            decision = Decision.unpack(wait().tobytes())
+            if decision is None or decision.step != step:
+                raise RuntimeError(f"decision {step} came as {decision}")
+            return self._arena.follow(decision)
+
+        return arrived

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from backend_lib.arena import Arena, Doorbell
-from backend_lib.arena.layout import DECISION_BYTES
 from backend_lib.checkpoint import open_checkpoint
 from backend_lib.config import Settings
 from backend_lib.worker.agreement import Agreement, FollowingAgreement, LeadingAgreement, Outlook, SoloAgreement
@@ -82,7 +81,7 @@ def _agreement(
     by_broadcast = settings.agreement == "broadcast"
     if rank:
         following = FollowingAgreement(ring, bells[rank], decisions, rank)
-        return BroadcastFollower(following, ranks, DECISION_BYTES // 8) if by_broadcast else following
+        return BroadcastFollower(following, ranks) if by_broadcast else following
     outlook = Outlook(ring, preparation.done)
     if not isinstance(ranks, RankGroup):
         return SoloAgreement(outlook, bells[0])

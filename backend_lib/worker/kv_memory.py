@@ -87,10 +87,14 @@ class KvMemory:
             self.cache.unlock(sequence.node)
         sequence.node, sequence.num_shared = None, 0
 
+    def held_by(self, sequence: Sequence) -> int:
+        """Indices that can be handed out when a sequence has been released, whatever starts until then."""
+        return sequence.num_computed - sequence.num_shared
+
     def returned_by(self, sequence: Sequence) -> int:
-        """Indices that can be handed out when a sequence has been released: at least so many, for what it shares with
-        another that leaves is not counted."""
-        return sequence.num_computed - sequence.num_shared + self.cache.locked_alone(sequence.node)
+        """The same, when nothing starts until then that reads what it alone reads of the cache: at least so many, for
+        what it shares with another that leaves is not counted."""
+        return self.held_by(sequence) + self.cache.locked_alone(sequence.node)
 
     def _match(self, sequence: Sequence, now: int) -> Match:
         length = sequence.known_len - 1 if sequence.use_cache else 0

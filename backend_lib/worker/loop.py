@@ -142,9 +142,9 @@ class InferLoop:
             reach("freed")
 
     def _accept(self, sequence: Sequence, token_id: int) -> None:
-        was_told = sequence.told_finish
+        goes_on_for_nobody = sequence.grammar_finish
         sequence.accept(token_id)
-        if was_told:
+        if goes_on_for_nobody:
             return
         self._publisher.token(sequence)
         if sequence.grammar_finish and not sequence.finish:

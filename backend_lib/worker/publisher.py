@@ -26,9 +26,10 @@ class Publisher:
         self._touched[SlotRef(sequence.slot, sequence.generation)] = (sequence, False)
         if sequence.output_len == 1:
             self._stamp("first_token_ns", sequence)
-        if sequence.told_finish:
+        finish = sequence.told_finish
+        if finish:
             self._stamp("last_token_ns", sequence)
-        if sequence.told_finish is FinishReason.ERROR:
+        if finish is FinishReason.ERROR:
             self._set_error(sequence.slot, sequence.error)
 
     def released(self, sequence: Sequence) -> None:

@@ -155,7 +155,8 @@ class Scheduler:
             wanted -= _wanted(newest)
             returning += self._pause(newest)
         num_decodes = sum(not sequence.prefilling for sequence in active)
-        return active, self.memory.available - max(num_decodes, wanted - returning)
+        sure = sum(map(self.memory.held_by, leaving))
+        return active, self.memory.available - max(num_decodes, wanted - sure)
 
     def _active(self) -> tuple[list[Sequence], list[Sequence]]:
         """Running sequences that go on, and those that will be gone before the next plan: the last step that holds

@@ -185,11 +185,12 @@ class Sequence:
             self.finish = FinishReason.STOP_TOKEN
         elif self.output_len >= self.max_tokens:
             self.finish = FinishReason.LENGTH
-        may_match = self.finish in (FinishReason.NONE, FinishReason.LENGTH) and not self.grammar_finish
-        if self.grammar_state is not None and may_match:
+        if self.grammar_state is not None and not self.grammar_finish:
             self._follow_to(self.grammar_state, token_id)
 
     def _follow_to(self, state: GrammarState, token_id: int) -> None:
+        if self.finish in (FinishReason.EOS, FinishReason.STOP_TOKEN):
+            return
         self.error, self.grammar_len = _error_of(state, token_id), self.output_len
         if self.error:
             self.grammar_finish = FinishReason.ERROR

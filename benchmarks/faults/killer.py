@@ -1,4 +1,4 @@
-"""Kills a router's worker while a round of requests runs, and times how long their streams stand still."""
+"""Kills a router's workers while a round of requests runs, and times how long their streams stand still."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import psutil
 from backend_lib.arena import WorkerState
 from backend_lib.router.router import Router
 from benchmarks.faults.requests import Round
-from tests.support.engine import wait_until, worker_pid
+from tests.support.engine import pids_of, wait_until
 
 FLOWING = (0.2, 3.0)  # seconds that streams flow before the next kill
 LOADING = (0.0, 2.5)  # seconds into a worker's start
@@ -73,10 +73,11 @@ class Killer:
         return [when for when in times if when]
 
     def _kill(self) -> float | None:
-        """Kill the worker and wait until it is reaped; when. None when there is none."""
-        pid = worker_pid(self.router)
-        if pid is None:
+        """Kill one of the workers and wait until it is reaped; when. None when there is none."""
+        pids = pids_of(self.router)
+        if not pids:
             return None
+        pid = self.rng.choice(pids)
         killed_at = time.monotonic()
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -85,7 +86,7 @@ class Killer:
         return killed_at
 
     def _kill_loading(self) -> float | None:
-        wait_until(lambda: worker_pid(self.router) is not None, timeout=60)
+        wait_until(lambda: bool(pids_of(self.router)), timeout=60)
         time.sleep(self.rng.uniform(*LOADING))
         if self.router._arena.status(0, 0).state is WorkerState.READY:
             return None

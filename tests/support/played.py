@@ -25,10 +25,14 @@ ROOT = Path(__file__).parents[2]
 class PlayedGroup:
     """All ranks of a group on an arena of their own."""
 
-    def __init__(self, model: str, *, num_slots: int, max_len: int, max_tokens: int, **settings: Any) -> None:
+    def __init__(
+        self, model: str, *, num_slots: int, max_len: int, max_tokens: int, record_bytes: int = 0, **settings: Any
+    ) -> None:
+        """`record_bytes`: of a slot, behind its tokens, for log-probabilities."""
         self.settings = Settings(model=model, threads=1, max_model_len=max_len, **settings)
         self.num_ranks = self.settings.tensor_parallel
-        self.slot_bytes = request_bytes(max_len, max_tokens, room=ROOM)
+        self.records_at = request_bytes(max_len, max_tokens, room=ROOM)
+        self.slot_bytes = self.records_at + record_bytes
         spec = ArenaSpec(
             num_groups=1, num_ranks=self.num_ranks, num_slots=num_slots, ring_records=4096, dirty_records=1 << 16,
             heap_bytes=self.slot_bytes * num_slots,
@@ -55,6 +59,7 @@ class PlayedGroup:
         assert all(process.poll() is None for process in self.processes), errors
 
     def admit(self, slot: int, prompt: Iterable[int], max_tokens: int, **fields: Any) -> SlotRef:
+        """A request in a slot that no rank knows. `fields`: of the slot's header, and `params`."""
         self._generation += 1
         at = slot * self.slot_bytes
         write_request(self.arena.slots, slot, self._generation, at, list(prompt), max_tokens, room=ROOM, **fields)

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from backend_lib.arena import MAX_EVENTS, Arena, CommandKind, Doorbell, Event
-from backend_lib.arena.layout import DECISION_BYTES
 from backend_lib.request import FinishReason
 from backend_lib.worker.agreement import (
     Agreement,
@@ -64,7 +63,7 @@ class Pair:
         if means == "broadcast":
             wire = Wire()
             self.leader = BroadcastLeader(self.leader, End(wire.sending))
-            self.follower = BroadcastFollower(self.follower, End(wire.receiving), DECISION_BYTES // 8)
+            self.follower = BroadcastFollower(self.follower, End(wire.receiving))
 
     def _take_found(self) -> list[Event]:
         found, self.found[:] = self.found[:], []

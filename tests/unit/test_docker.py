@@ -192,17 +192,22 @@ def test_servers_of_one_file_share_neither_gpu_nor_port():
     for file, parsed in COMPOSE.items():
         servers = [each for each in parsed["services"].values() if "build" in each]
         reserved = [each["deploy"]["resources"]["reservations"]["devices"] for each in servers]
-        gpus = [tuple(device["device_ids"]) for devices in reserved for device in devices]
+        gpus = [tuple(device.get("device_ids", ["all"])) for devices in reserved for device in devices]
         assert len(set(gpus)) == len(servers), file
         assert all(len(each) == 1 for each in gpus), file
+        assert ("all",) not in gpus or len(servers) == 1, file
         published = [port.host for service in parsed["services"].values() for port in ports(service)]
         assert len(set(published)) == len(published), file
 
 
-def test_the_two_ways_to_run_servers_differ_only_in_gpus_ports_and_names():
+def test_the_ways_to_run_servers_differ_only_in_gpus_ports_and_names():
     own = {"ports", "deploy", "networks"}
-    one, *others = [{key: value for key, value in each.items() if key not in own} for each in SERVERS.values()]
+    by_file = {key: {name: value for name, value in each.items() if name not in own} for key, each in SERVERS.items()}
+    node = by_file.pop(("compose.node.yml", "tandem"))
+    one, *others = by_file.values()
     assert len(others) == 2 and all(each == one for each in others)
+    node["command"] = [each for each in node["command"] if "parallel" not in each]
+    assert node | {"shm_size": one["shm_size"]} == one
 
 
 def test_what_is_mounted_exists():

@@ -370,3 +370,17 @@ def test_prompts_that_tell_log_probabilities_come_in_small_pieces(monkeypatch) -
         previous, _ = step_with(scheduler, previous)
         pieces.append([(chunk.sequence.slot, chunk.length) for chunk in previous.chunks[previous.num_decodes :]])
     assert pieces == [[(0, 5), (2, 9)], [(0, 2), (1, 3)], [(1, 4)], []]
+
+
+def test_what_starts_beside_one_that_ends_may_go_on_reading_what_that_one_read(everything_fits) -> None:
+    """Then those indices do not come back: the next step's decodes must not count on them."""
+    scheduler = new_scheduler(kv_tokens=19, max_running=5, prefill_chunk=16)
+    player, prompt = Player(scheduler, overlap=True), list(range(7, 14))
+    first = [new_sequence(0, 2, 6), new_sequence(1, prompt, 1), new_sequence(2, prompt, 4)]
+    second = [new_sequence(3, 3, 3), new_sequence(4, prompt, 1)]
+    for coming in (first, second):
+        for sequence in coming:
+            scheduler.add(sequence)
+        player.step()
+    player.run(40)
+    assert [each.output_len for each in first + second] == [6, 1, 4, 3, 1]
