@@ -17,6 +17,8 @@ _DRIVER = Path("/dev/nvidiactl")
 # Prompt tokens of a step that may be given log-probabilities: each of them takes a row of logits.
 PROMPT_LOGPROBS_PER_STEP = 256
 
+MAX_GROUPS = 64
+
 # By setting: what `auto` is on a CPU and on a GPU.
 _BY_DEVICE = {"max_running": (32, 256), "memory_fraction": (0.5, 0.9), "prefill_chunk": (256, 4096)}
 
@@ -77,7 +79,7 @@ class Settings:
     )
     overlap: str = _choice("auto", "on", "off", help="whether the loop prepares a step while the one before it runs")
     tensor_parallel: int = _number(1, 1, 64, help="workers that share one copy of the weights")
-    data_parallel: int = _number(1, 1, 64, help="copies of the weights, each with workers of its own")
+    data_parallel: int = _number(1, 1, MAX_GROUPS, help="copies of the weights, each with workers of its own")
     gpus: str = _text(
         "auto",
         help="GPUs of the workers, copy after copy, by their numbers among those that are visible, such as `0,1`; "

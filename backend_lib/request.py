@@ -135,6 +135,8 @@ class GenerationRequest:
 
     `disable_prompt_cache`: neither read the prefix cache nor leave anything in it.
 
+    `dp_rank`: the group of workers that computes it; None leaves the choice to the router.
+
     `names`: what the client called a field, by the field's name.
     """
 
@@ -146,6 +148,7 @@ class GenerationRequest:
     output: OutputOptions = field(default_factory=OutputOptions)
     priority: int = 0
     disable_prompt_cache: bool = False
+    dp_rank: int | None = None
     timeout_us: int = 0
     names: Mapping[str, str] = field(default_factory=dict, compare=False)
 

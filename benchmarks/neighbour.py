@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from backend_lib.config import Settings
-from backend_lib.worker.cores import usable_cores
+from backend_lib.cores import usable_cores
 from benchmarks.step import RealLoop
 
 BUSY = [sys.executable, "-c", "while True: pass"]

@@ -20,11 +20,11 @@ import torch
 from backend_lib.arena import Arena, ArenaSpec, CommandKind, Doorbell
 from backend_lib.checkpoint import open_checkpoint
 from backend_lib.config import Settings
+from backend_lib.cores import usable_cores
 from backend_lib.models import load_decoder
 from backend_lib.models.batch import ForwardBatch, chunk_words
 from backend_lib.models.compiled import CompiledDecoder
 from backend_lib.models.threads import share_threads, team
-from backend_lib.worker.cores import usable_cores
 from backend_lib.worker.eager_sampling import best_tokens
 from backend_lib.worker.engine import build_engine
 from benchmarks.slots import request_bytes, write_request

@@ -12,6 +12,8 @@ from itertools import pairwise
 from backend_lib.checkpoint import DecoderConfig
 from backend_lib.models.linear import GROUP
 
+MOST_RANKS = 64  # as the setting allows
+
 # H query heads · K key-value heads · V vocabulary
 
 
@@ -50,6 +52,22 @@ def divide(config: DecoderConfig, size: int) -> list[Share]:
             _vocabulary(config.vocab_size, size), strict=True,
         )
     ]  # fmt: skip
+
+
+def check_groups(config: DecoderConfig, size: int, weights: str) -> None:
+    """Raises ValueError naming `tensor_parallel` where weights in codes, `int8` or `int4`, would be cut within a group
+    of those, though the whole can be cut into groups. Inner sizes are divided between groups as it is."""
+    if config.num_heads * config.head_dim % GROUP or _keeps_groups(config, size):
+        return
+    allowed = [each for each in range(1, min(config.num_heads, MOST_RANKS) + 1) if _keeps_groups(config, each)]
+    raise ValueError(
+        f"parameter 'tensor_parallel' is {size}; with 'weights' {weights} allowed for this checkpoint are "
+        f"{', '.join(map(str, allowed))}: every rank's heads, of {config.head_dim} values, must fill groups of {GROUP}"
+    )
+
+
+def _keeps_groups(config: DecoderConfig, size: int) -> bool:
+    return all(len(query_heads) * config.head_dim % GROUP == 0 for query_heads, _ in _heads(config, size))
 
 
 def _share(config: DecoderConfig, heads: tuple[range, range], inner: range, expert_inner: range, rows: range) -> Share:

@@ -10,7 +10,7 @@ from backend_lib.config import PROMPT_LOGPROBS_PER_STEP, Settings
 from backend_lib.models.batch import Decoder
 from backend_lib.models.build import DecoderBuilder
 from backend_lib.models.decoder import TransformerDecoder
-from backend_lib.models.division import divide
+from backend_lib.models.division import check_groups, divide
 from backend_lib.models.graphed import GraphedDecoder
 from backend_lib.models.hash_model import HashModel
 from backend_lib.models.linear import QUANTISED
@@ -44,6 +44,8 @@ def build_decoder(
     max_position = settings.max_model_len or config.max_position
     with source_named(str(checkpoint.path)):
         share = divide(config, ranks.size)[ranks.rank]
+        if placement.weights in ("int8", "int4"):
+            check_groups(config, ranks.size, placement.weights)
         start_step = step_maker(placement, share.config, settings)
         tensors = open_tensors(checkpoint, ranks.size)
         return DecoderBuilder(share, tensors, placement, start_step, max_position, ranks).decoder()

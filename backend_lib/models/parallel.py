@@ -50,5 +50,7 @@ def own_places(ids: torch.Tensor, vocabulary: range) -> tuple[torch.Tensor, torc
 
 def gathered(logits: torch.Tensor, vocab_size: int, ranks: Ranks) -> torch.Tensor:
     """From float32 [L, n], a rank's share, to [L, V] on rank 0 and [L, 0] on the others."""
+    if not len(logits):  # libraries differ in what they make of nothing
+        return logits.new_empty((0, 0 if ranks.rank else vocab_size))
     whole = ranks.gather(logits.contiguous())
     return logits[:, :0] if whole is None else whole[:, :vocab_size]

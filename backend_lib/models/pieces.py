@@ -63,7 +63,7 @@ class Pieces:
     def _outputs(
         self, layer: str, names: list[str], counts: list[int], wanted: list[range], size: int = 1
     ) -> list[Piece]:
-        """Some outputs of several matrices, in tensors of their own or all in one. What is counted has `size` outputs."""
+        """Some outputs of several matrices, each a tensor or all in one. What is counted has `size` outputs."""
         hidden = self._config.hidden_size
         is_fused = len(names) < len(counts)
         pieces = []

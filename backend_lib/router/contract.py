@@ -16,7 +16,7 @@ from backend_lib.config import Settings
 from backend_lib.request import Chat, GenerationRequest, Grammar, OutputOptions, SamplingParams
 from backend_lib.router.chat import ChatError, parse_template_kwargs
 from backend_lib.router.field import Field
-from backend_lib.router.fields import FIELDS, TIMEOUT
+from backend_lib.router.fields import FIELDS, TIMEOUT, fields_for
 from backend_lib.router.grammars import guided, the_one
 from backend_lib.router.kinds import Explained
 from backend_lib.router.refusals import RequestError, refuse
@@ -57,7 +57,7 @@ def parse_request(
     """
     if settings.contract == TRTLLM:
         tensors = {("cancel" if name == STOP else name): array for name, array in tensors.items()}
-    values = _Values(given_values(tensors, parameters), defaults, settings.contract, vocab_size)
+    values = _Values(given_values(tensors, parameters), defaults, settings, vocab_size)
     if values.get("cancel"):
         values.refuse("cancel", True, "allowed is true as an input or a request parameter of its own")
     output = _output(values, settings)
@@ -68,6 +68,7 @@ def parse_request(
         output=output,
         priority=values.get("request_priority", 0),
         disable_prompt_cache=values.get("disable_prompt_cache", False),
+        dp_rank=values.get("dp_rank"),
         timeout_us=timeout_us or _parse(TIMEOUT, Raw(TIMEOUT.name, parameters.get(TIMEOUT.name, 0)), vocab_size),
         names=values.names,
     )
@@ -76,13 +77,16 @@ def parse_request(
 class _Values(dict[str, Any]):
     """Parsed values by field name, of the client before the checkpoint's, and what the client called its fields."""
 
-    def __init__(self, given: Mapping[str, Raw], defaults: Mapping[str, Any], contract: str, vocab_size: int) -> None:
+    def __init__(
+        self, given: Mapping[str, Raw], defaults: Mapping[str, Any], settings: Settings, vocab_size: int
+    ) -> None:
         super().__init__(defaults)
         self.names = {name: raw.called for name, raw in given.items()}
+        fields = fields_for(settings.data_parallel)
         for name, raw in given.items():
-            is_of_trtllm = contract == TRTLLM or raw.called != name
-            if not (is_of_trtllm and FIELDS[name].is_off(raw.value)):
-                self[name] = _parse(FIELDS[name], raw, vocab_size)
+            is_of_trtllm = settings.contract == TRTLLM or raw.called != name
+            if not (is_of_trtllm and fields[name].is_off(raw.value)):
+                self[name] = _parse(fields[name], raw, vocab_size)
 
     def called(self, name: str) -> str:
         return self.names.get(name, name)

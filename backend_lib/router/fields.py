@@ -5,8 +5,11 @@ A new field is one line in `_TABLE`, an attribute of the noun it goes to, and it
 
 from __future__ import annotations
 
+import functools
+from dataclasses import replace
 from typing import Any
 
+from backend_lib.config import MAX_GROUPS
 from backend_lib.request import GenerationRequest, OutputOptions, SamplingParams
 from backend_lib.router import grammars
 from backend_lib.router.field import Field
@@ -171,6 +174,10 @@ _TABLE = (
     ),
     _request("request_priority", INTEGER, "priority", low=-INT32_MAX, high=INT32_MAX, help="higher goes first"),
     _request("disable_prompt_cache", TRUTH, "disable_prompt_cache", help="do not read or fill the prefix cache"),
+    _request(
+        "dp_rank", INTEGER, "dp_rank", low=0, high=MAX_GROUPS - 1,
+        help="which copy of the weights computes it, of `data_parallel`; the router chooses if not given",
+    ),
     Field(
         name="exclude_input_in_output",
         aliases=("sampling_param_exclude_input_from_output",),
@@ -199,3 +206,9 @@ TIMEOUT = Field(name="timeout", kind=INTEGER, low=0, high=(1 << 63) - 1, help="m
 
 FIELDS: dict[str, Field] = {entry.name: entry for entry in _TABLE}
 ALIASES: dict[str, str] = {alias: entry.name for entry in _TABLE for alias in entry.aliases}
+
+
+@functools.cache
+def fields_for(data_parallel: int) -> dict[str, Field]:
+    """The table as it is for a server with so many groups."""
+    return FIELDS | {"dp_rank": replace(FIELDS["dp_rank"], high=data_parallel - 1)}

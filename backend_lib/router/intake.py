@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from backend_lib.arena import Arena, CommandRing, ExtentAllocator, SlotRef
+from backend_lib.arena import Arena, ExtentAllocator, SlotRef
 from backend_lib.checkpoint import Checkpoint
 from backend_lib.config import Settings
 from backend_lib.request import GenerationRequest
@@ -88,8 +88,7 @@ class Intake:
     """
 
     def __init__(
-        self, settings: Settings, checkpoint: Checkpoint, arena: Arena, pool: SlotPool, ring: CommandRing, *,
-        max_len: int,
+        self, settings: Settings, checkpoint: Checkpoint, arena: Arena, pool: SlotPool, *, max_len: int,
     ) -> None:  # fmt: skip
         self._settings = settings
         self._checkpoint = checkpoint
@@ -102,7 +101,7 @@ class Intake:
         self._readers = ReplyReaders(settings, checkpoint, template)
         self._slots = arena.slots
         self._pool = pool
-        self._ring = ring
+        self._rings = [arena.ring(group) for group in range(arena.spec.num_groups)]
         self.max_len = max_len  # tokens of a sequence; the router lowers it when the KV cache turns out to hold less
         self._heap_bytes = arena.spec.heap_bytes
         self._extents = ExtentAllocator(self._heap_bytes)
@@ -139,7 +138,7 @@ class Intake:
     def release(self, stream: Stream) -> None:
         """Give back a stream's extent and slot: its reply has been sent and no step holds it."""
         self._free(stream.extent)
-        self._pool.retire(stream.slot, self._ring, stream.last_command)
+        self._pool.retire(stream.slot, self._rings[stream.group], stream.last_command)
 
     def _check_client(self, inbound: Inbound, request: GenerationRequest, deadline: float | None) -> None:
         if time.monotonic() - inbound.arrived < PATIENCE and deadline is None:
@@ -173,7 +172,7 @@ class Intake:
                 if stream.extent >= 0:
                     self._free(stream.extent)
             for ref in refs[1:]:
-                self._pool.retire(ref.slot, self._ring, 0)
+                self._pool.give_back(ref.slot)
             raise
         return streams
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from backend_lib.arena import Load
@@ -35,13 +35,14 @@ OBSERVING_SECONDS = 0.2
 
 
 class Look(NamedTuple):
-    """The worker and the router at one moment. `num_streams`: all that wait, run or pause."""
+    """A group's workers and the router at one moment. `num_streams`: all that wait, run or pause."""
 
     load: Load
     heartbeat_ns: int
     kv_tokens: int
     num_streams: int
-    ready: bool = True
+    num_ready: int = 1
+    num_workers: int = 1
 
 
 class Registry(Protocol):
@@ -60,26 +61,26 @@ class Registry(Protocol):
 
 
 class WorkerCounts:
-    """Turns what a worker says of itself into metrics. Its counts begin at 0 with each worker: whoever clears them
-    looks before and after.
+    """Turns what groups of workers say of themselves into metrics, which are sums over groups. A group's counts begin
+    at 0 with its workers: whoever clears them looks before and after.
     """
 
-    def __init__(self, metrics: Metrics, look: Callable[[], Look]) -> None:
+    def __init__(self, metrics: Metrics, looks: Callable[[], Sequence[Look]]) -> None:
         self._metrics = metrics
-        self._look = look
+        self._looks = looks
         self._lock = threading.Lock()  # around the look too: of two looks the later one must be taken last
-        self._last: Look | None = None
+        self._last: Sequence[Look] = ()
 
-    def take(self) -> Look:
+    def take(self) -> Sequence[Look]:
+        """Of each group."""
         with self._lock:
-            last, self._last = self._last, (look := self._look())
-            self._gauges(look)
-            before = last.load if last else look.load._replace(pauses=0, recomputed=0)
-            self._count(PAUSES, before.pauses, look.load.pauses)
-            self._count(RECOMPUTED, before.recomputed, look.load.recomputed)
-            if last:
-                self._step(last, look)
-        return look
+            last, self._last = self._last, (looks := self._looks())
+            self._gauges(_sum(looks))
+            for before, now in zip(last or map(_uncounted, looks), looks, strict=True):
+                self._count(PAUSES, before.load.pauses, now.load.pauses)
+                self._count(RECOMPUTED, before.load.recomputed, now.load.recomputed)
+                self._step(before, now)
+        return looks
 
     def _count(self, family: Family, before: int, now: int) -> None:
         self._metrics.count(family, now - before if now >= before else now)
@@ -87,7 +88,7 @@ class WorkerCounts:
     def _gauges(self, look: Look) -> None:
         load, total = look.load, look.kv_tokens
         free = max(0, total - load.kv_used - load.cached)
-        self._metrics.set(READY, look.ready)
+        self._metrics.set(READY, look.num_ready)
         self._metrics.set(RUNNING, load.running)
         self._metrics.set(PAUSED, load.paused)
         self._metrics.set(WAITING, max(0, look.num_streams - load.running - load.paused))
@@ -106,6 +107,18 @@ class WorkerCounts:
         steps = look.load.step - last.load.step
         if steps > 0 and last.load.running and look.load.running:
             self._metrics.observe(STEP_SECONDS, (look.heartbeat_ns - last.heartbeat_ns) / 1e9 / steps)
+
+
+def _sum(looks: Sequence[Look]) -> Look:
+    """Of loads and counts; there is no heartbeat of all."""
+    load = Load(*map(sum, zip(*(look.load for look in looks), strict=True)))
+    numbers = (sum(numbers) for numbers in zip(*(look[2:] for look in looks), strict=True))
+    return Look(load, 0, *numbers)
+
+
+def _uncounted(look: Look) -> Look:
+    """As if the group had been looked at when it began: all that it has counted is new, and no step is known."""
+    return look._replace(load=look.load._replace(pauses=0, recomputed=0))
 
 
 class Pusher:
@@ -134,11 +147,12 @@ class Pusher:
 
     def push(self) -> bool:
         """Write what has changed. False: nothing had and nothing runs, so the next change is one that will be told."""
-        look = self._counts.take()
+        looks = self._counts.take()
         values = self._metrics.snapshot()
         shown = [(family, value) for family in FAMILIES if family.kind is not Kind.HISTOGRAM for value in family.values]
         num_changed = sum(self._write(family, value, values) for family, value in shown)
-        return self._observe() or num_changed > 0 or look.num_streams > 0 or not look.ready
+        is_still = all(look.num_streams == 0 and look.num_ready == look.num_workers for look in looks)
+        return self._observe() or num_changed > 0 or not is_still
 
     def _write(self, family: Family, value: str, values: dict[Series, float]) -> bool:
         series, number = Series(family.name, value), values[Series(family.source.name, value)]

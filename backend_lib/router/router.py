@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from backend_lib.arena import Arena, SlotRef, WorkerState
+from backend_lib.arena import Arena, SlotRef
 from backend_lib.checkpoint import open_checkpoint
 from backend_lib.config import Settings
 from backend_lib.request import FinishReason, OutputOptions
@@ -15,19 +15,21 @@ from backend_lib.router import finished
 from backend_lib.router.callers import Callers
 from backend_lib.router.finished import Finished, Times
 from backend_lib.router.group import Group
+from backend_lib.router.groups import Groups
 from backend_lib.router.intake import Inbound, Intake, NoRoom, Over
 from backend_lib.router.intake_queue import MAX_BYTES, IntakeQueue
 from backend_lib.router.metrics import FINISHED, GENERATION_TOKENS, PREFIX_HITS, PROMPT_TOKENS, RESTARTS, Metrics
-from backend_lib.router.metrics_pusher import Look, WorkerCounts
+from backend_lib.router.metrics_pusher import WorkerCounts
 from backend_lib.router.refusals import RequestError
 from backend_lib.router.reply import UNLOADING, ErrorKind, Reply, Verdict
 from backend_lib.router.reply_pool import ReplyPool
+from backend_lib.router.seats import seat_workers
 from backend_lib.router.sizes import arena_spec, max_model_len
 from backend_lib.router.slot_pool import SlotPool
 from backend_lib.router.sources import is_cancellation
 from backend_lib.router.stream import Stream
-from backend_lib.router.supervisor import End, Supervisor
 from backend_lib.router.watcher import Watcher
+from backend_lib.router.workers import End
 
 log = logging.getLogger("tandem")
 
@@ -54,34 +56,34 @@ class Router:
         Raises:
             ValueError, OSError, RuntimeError: the model cannot be served, in words for Triton's log.
         """
-        self._settings = settings
         self._checkpoint = open_checkpoint(settings.model)
         self._max_model_len = max_model_len(settings, self._checkpoint)
+        seating = seat_workers(settings, self._checkpoint)
+        self._settings = settings = seating.settings
         self._arena = Arena.create(
             spec := arena_spec(settings, self._max_model_len),
             {"settings": settings.as_dict(), "max_model_len": self._max_model_len},
         )
         self._pool = SlotPool(spec.num_slots)
-        self._group = Group(self._arena, 0, max_running=settings.max_running, on_released=self._maybe_retire)
-        self._intake = Intake(
-            settings, self._checkpoint, self._arena, self._pool, self._group.ring, max_len=self._max_model_len
-        )
+        self._groups = Groups(
+            self._arena, settings, seating.seats, server=server,
+            on_released=self._maybe_retire, on_down=self._workers_died,
+        )  # fmt: skip
+        self._dispatch = self._groups.dispatch
+        self._intake = Intake(settings, self._checkpoint, self._arena, self._pool, max_len=self._max_model_len)
         self._streams: dict[int, Stream] = {}  # by slot; from the slot's writing to its retirement
         self._callers = Callers()
         self._closing = False
         self._triton_asks = False
         self.metrics = Metrics()
-        self.worker_counts = WorkerCounts(self.metrics, self._look)
-        self._supervisor = Supervisor(
-            self._arena, self._group, hang_seconds=settings.hang_seconds, server=server,
-            on_up=self._group.came_up, on_down=self._worker_died,
-        )  # fmt: skip
-        kv_tokens = self._supervisor.start()
-        self._intake.max_len = min(self._max_model_len, kv_tokens)
+        self.worker_counts = WorkerCounts(self.metrics, self._groups.looks)
+        if seating.words:
+            log.info("%s", seating.words)
+        self._intake.max_len = min(self._max_model_len, self._groups.load())
         self._replies = ReplyPool(REPLY_THREADS, self._answer)
         self._watcher = Watcher(
             self._end,
-            on_drained=self._supervisor.close,  # the worker's memory is free, however long Triton keeps the router
+            on_drained=self._groups.close,  # the workers' memory is free, however long Triton keeps the router
             is_serving=lambda: self._is_wanted(is_serving),
             drain_seconds=settings.drain_seconds,
         )
@@ -121,12 +123,12 @@ class Router:
         inbound.sender.send(Reply("", 0, FinishReason.CANCELLED, 0, OutputOptions()))
 
     def is_ready(self) -> bool:
-        """What the model answers to Triton: no from the first start of a worker that failed until one succeeds.
+        """What the model answers to Triton: no while the last start of every group's workers has failed.
 
-        A worker that is being replaced is no reason: what comes meanwhile waits for the next one.
+        Workers that are being replaced are no reason: what comes meanwhile goes to others, or waits for the next ones.
         """
         self._triton_asks = True
-        return self._can_start()
+        return self._groups.can_start()
 
     def close(self) -> None:
         """End every request and every worker. Each client still waiting is told."""
@@ -136,8 +138,8 @@ class Router:
             if stream.decide(UNLOADING):
                 self._replies.mark(stream)
         self._watcher.close()
-        self._supervisor.close()
-        self._group.replies.ring()
+        self._groups.close()
+        self._groups.replies.ring()
         self._doorbell.join()
         self._replies.close()
 
@@ -155,10 +157,11 @@ class Router:
             self._finish_early(inbound, leader, over.verdict)
         except BaseException as error:  # a panic in `tokenizers` is no Exception
             log.exception("a request could not be prepared")
-            self._pool.retire(leader.slot, self._group.ring, 0)
+            self._pool.give_back(leader.slot)
             inbound.sender.fail(ErrorKind.INTERNAL, f"{type(error).__name__}: {error}")
             finished.failed(self.metrics, inbound.request_id)
         else:
+            self._dispatch.assign(streams)
             for stream in streams:
                 self._begin(stream)
             self.metrics.touch()
@@ -167,19 +170,19 @@ class Router:
         self._streams[stream.slot] = stream
         self._watcher.add(stream)  # first: a stream that has been submitted may be over before the next line
         try:
-            self._group.submit(stream)
+            self._dispatch.submit(stream)
         except Exception as error:
             log.exception("a request could not be queued")
             self._end_with(stream, error)
 
     def _refuse(self, inbound: Inbound, leader: SlotRef, kind: ErrorKind, reason: str, words: str) -> None:
-        self._pool.retire(leader.slot, self._group.ring, 0)
+        self._pool.give_back(leader.slot)
         inbound.sender.fail(kind, words)
         finished.refused(self.metrics, inbound.request_id, reason, kind)
 
     def _finish_early(self, inbound: Inbound, leader: SlotRef, verdict: Verdict) -> None:
         assert verdict.error is not None
-        self._pool.retire(leader.slot, self._group.ring, 0)
+        self._pool.give_back(leader.slot)
         inbound.sender.fail(verdict.error, verdict.words)
         times = Times(arrival=inbound.arrival_ns, end=time.time_ns())
         ended = Finished(inbound.request_id, verdict.finish, verdict.error, 0, 0, 0, times)
@@ -190,11 +193,12 @@ class Router:
 
     def _drain_forever(self) -> None:
         while not self._closing:
-            self._group.replies.wait()
-            self._drain()
+            self._groups.replies.wait()
+            for group in self._groups.all:
+                self._drain(group)
 
-    def _drain(self) -> None:
-        touched = self._group.dirty.drain()
+    def _drain(self, group: Group) -> None:
+        touched = group.dirty.drain()
         if touched is None:
             self._rescan()
             return
@@ -211,14 +215,14 @@ class Router:
         published = self._arena.slots.published(stream.slot, stream.generation)
         self._replies.mark(stream)
         if published:
-            self._group.touched(stream, published)
+            self._dispatch.touched(stream, published)
 
     # Reply threads, and whoever ends a stream.
 
     def _answer(self, stream: Stream) -> None:
         before = stream.num_output_tokens
         try:
-            stream.advance(self._arena.slots, self._group.abort)
+            stream.advance(self._arena.slots, self._dispatch.abort)
         except BaseException as error:  # as above
             log.exception("a reply could not be made")
             self._end_with(stream, error)
@@ -243,7 +247,7 @@ class Router:
     def _end(self, stream: Stream) -> None:
         """The stream has a verdict: stop computing it and tell the client."""
         try:
-            self._group.abort(stream)
+            self._dispatch.abort(stream)
         finally:
             self._replies.mark(stream)
 
@@ -254,48 +258,43 @@ class Router:
         del self._streams[stream.slot]
         self._intake.release(stream)
 
-    # The supervisor's thread.
+    # The thread of a group's supervisor.
 
-    def _worker_died(self, end: End) -> None:
-        """No worker is alive: what it had published is still sent, and the next one goes on from there."""
+    def _workers_died(self, group: Group, end: End) -> None:
+        """No worker of the group is alive: what they had published is still sent, and others go on from there."""
         log.error("%s; starting another", end.words)
-        self.metrics.count(RESTARTS)
+        self.metrics.count(RESTARTS, self._settings.tensor_parallel)
         self.worker_counts.take()  # before they are cleared
-        gone = self._group.went_down(is_blamed=not end.from_outside)
+        gone = group.went_down(is_blamed=not end.from_outside)
         self.worker_counts.take()
         for stream in gone:
             blame = f"the worker died {stream.deaths} times while it computed this request, the last time nothing else"
             if stream.convicted:
                 stream.decide(Verdict(FinishReason.ERROR, ErrorKind.INTERNAL, blame))
             self._maybe_retire(stream)
-        if self._supervisor.failed_starts >= MAX_FAILED_STARTS:
-            self._end_all(
-                Verdict(FinishReason.ERROR, ErrorKind.UNAVAILABLE, f"the model cannot be loaded: {end.words}")
-            )
+        self._dispatch.forget(group.index)
+        self._dispatch.move_from(group)
+        if self._groups.failed_starts(group.index) >= MAX_FAILED_STARTS:
+            self._end_all_of(group, f"the model cannot be loaded: {end.words}")
         self._rescan()
 
-    def _can_start(self) -> bool:
-        return self._supervisor.failed_starts == 0
+    def _end_all_of(self, group: Group, words: str) -> None:
+        """Those that have no other group to go to. Where another one may come up they wait for it."""
+        verdict = Verdict(FinishReason.ERROR, ErrorKind.UNAVAILABLE, words)
+        may_move = {*group.movable(given=True)} if self._groups.can_start() else set()
+        for stream in list(self._streams.values()):
+            if stream.group == group.index and stream not in may_move and stream.decide(verdict):
+                self._end(stream)
 
     def _is_wanted(self, is_serving: Callable[[], bool]) -> bool:
         """Whether Triton still wants the model: where it asks `is_ready`, its no may be only ours come back."""
         ours = self._triton_asks
-        return (ours and not self._can_start()) or is_serving() or (ours and not self._can_start())
-
-    def _look(self) -> Look:
-        status = self._arena.status(self._group.index, 0)
-        ready = status.state is WorkerState.READY
-        return Look(status.load, status.heartbeat_ns, status.kv_tokens, self._group.num_streams, ready)
-
-    def _end_all(self, verdict: Verdict) -> None:
-        for stream in list(self._streams.values()):
-            if stream.decide(verdict):
-                self._end(stream)
+        return (ours and not self._groups.can_start()) or is_serving() or (ours and not self._groups.can_start())
 
     def _refusal(self) -> str:
         if self._closing:
             return UNLOADING.words
-        running = self._arena.status(0, 0).load.running
+        running = self._groups.num_running
         waiting = self._pool.num_taken - running
         return (
             f"the queue is full: {waiting} sequences wait and {running} run; "

@@ -42,6 +42,11 @@ class SlotPool:
         """Slots in use: of sequences that wait, run, or have not been retired yet."""
         return self._num_slots - len(self._free) - len(self._retired)
 
+    def give_back(self, slot: int) -> None:
+        """Of a slot that no group has been given."""
+        with self._lock:
+            self._free.append(slot)
+
     def retire(self, slot: int, ring: CommandRing, last_command: int) -> None:
         """Give back a slot whose reply has been sent and that no step holds."""
         with self._lock:

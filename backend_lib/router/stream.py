@@ -23,8 +23,8 @@ class Stream:
     """One sequence's way back to its client.
 
     Who touches what: the reply pool gives a stream to one thread at a time, and that thread alone sends and decodes.
-    `verdict` is set once, by whoever comes first (under `lock`). The group owns `posted`, `last_command` and
-    `released`.
+    `verdict` is set once, by whoever comes first (under `lock`). What a group owns is guarded by the lock of the group
+    that `group` names, and `group` itself by the lock of the one that it leaves.
     """
 
     def __init__(
@@ -38,6 +38,8 @@ class Stream:
         self.num_input_tokens = 0
         self.extent = -1  # where the slot's extent begins
         # Owned by the group.
+        self.group = 0
+        self.arrival = 0  # its place among all that have come
         self.posted = False  # the present worker has been given it
         self.released = False
         self.last_command = 0

@@ -11,6 +11,10 @@ from backend_lib.router.stream import Stream
 SUSPECT_DEATHS = 2
 
 
+def is_suspect(stream: Stream) -> bool:
+    return stream.deaths >= SUSPECT_DEATHS
+
+
 class Trial:
     """One worker's life as a trial: suspects are given to it one at a time, before anything else, the worst first.
 
@@ -20,7 +24,7 @@ class Trial:
     """
 
     def __init__(self, streams: Iterable[Stream] = ()) -> None:
-        suspects = [stream for stream in streams if stream.deaths >= SUSPECT_DEATHS]
+        suspects = [stream for stream in streams if is_suspect(stream)]
         self._suspects = deque(sorted(suspects, key=lambda stream: -stream.deaths))
         self._first = self._suspects[0] if suspects else None
         self.accused: Stream | None = None  # has been given to the worker and may still be to blame

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
 import shutil
 import signal
 import subprocess
@@ -12,11 +11,14 @@ from collections.abc import Hashable
 from pathlib import Path
 
 from backend_lib.arena import Arena
+from backend_lib.arena.status import LOST_GROUP
 from backend_lib.router.group import Group
+from backend_lib.router.seats import Seat
 
 _VM_COUNTERS = Path("/proc/vmstat")
 _OUTSIDERS_SIGNALS = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 
+WORKER = "backend_lib.worker"
 _ROOT = Path(__file__).resolve().parents[2]  # where backend_lib and kernels are imported from
 
 
@@ -26,34 +28,36 @@ class WorkerProcess:
     The worker has a session of its own, so that Ctrl-C in a terminal reaches Triton first.
     """
 
-    def __init__(self, arena: Arena, group: Group, *, rank: int, server: int | None) -> None:
+    def __init__(self, arena: Arena, group: Group, *, rank: int, seat: Seat, server: int | None) -> None:
         """`server`: a pidfd of the process with which the router is to end, if there is one."""
+        self.rank = rank
         fds = {"arena": arena.fd, "replies": group.replies.fd} | ({} if server is None else {"server": server})
         bells = [bell.fd for bell in group.bells]
         numbers = {"group": group.index, "rank": rank, "epoch": arena.epoch(group.index), "parent": os.getpid()}
         arguments = [f"--{name}={value}" for name, value in (fds | numbers).items()]
         arguments.append(f"--bells={','.join(map(str, bells))}")
+        if seat.cores:
+            arguments.append(f"--cores={','.join(map(str, seat.cores))}")
         self._oom_kills = _oom_kills()
         self._process = subprocess.Popen(
-            [python_executable(), "-m", "backend_lib.worker", *arguments],
-            pass_fds=[*fds.values(), *bells], start_new_session=True, stdin=subprocess.DEVNULL, env=_environment(),
+            [python_executable(), "-m", WORKER, *arguments],
+            pass_fds=[*fds.values(), *bells], start_new_session=True, stdin=subprocess.DEVNULL, env=_environment(seat),
         )  # fmt: skip
         self.pid = self._process.pid
-        self._pidfd = os.pidfd_open(self.pid)
+        self.pidfd = os.pidfd_open(self.pid)
 
-    def wait(self, stop_fd: int, timeout: float | None = None) -> bool:
-        """Wait until the worker has ended, `stop_fd` is readable, or time is up; whether the worker has ended."""
-        poll = select.poll()
-        poll.register(self._pidfd, select.POLLIN)
-        poll.register(stop_fd, select.POLLIN)
-        poll.poll(None if timeout is None else timeout * 1000)
+    @property
+    def has_ended(self) -> bool:
         return self._process.poll() is not None
 
     def kill(self) -> None:
-        """End it now and wait: afterwards nobody but the router touches the arena."""
+        """Have it ended; `reap` waits."""
         self._process.kill()
+
+    def reap(self) -> None:
+        """Wait for its end, which was ordered: afterwards it touches the arena no more."""
         self._process.wait()
-        os.close(self._pidfd)
+        os.close(self.pidfd)
 
     @property
     def activity(self) -> Hashable:
@@ -63,6 +67,11 @@ class WorkerProcess:
             return (*ticks, Path(f"/proc/{self.pid}/io").read_text().partition("\n")[0])
         except OSError:
             return None  # it has just ended
+
+    @property
+    def lost_its_group(self) -> bool:
+        """It ended because another rank had."""
+        return self._process.returncode == LOST_GROUP
 
     @property
     def was_killed_from_outside(self) -> bool:
@@ -97,6 +106,7 @@ def python_executable() -> str:
     return found
 
 
-def _environment() -> dict[str, str]:
+def _environment(seat: Seat) -> dict[str, str]:
     path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
-    return os.environ | {"PYTHONPATH": path}
+    gpu = {"CUDA_VISIBLE_DEVICES": seat.gpu} if seat.gpu else {}
+    return os.environ | {"PYTHONPATH": path} | gpu

@@ -44,6 +44,8 @@ def main() -> None:
 
 def _serve(arena: Arena, status: StatusBlock, args: argparse.Namespace) -> None:
     """Load the model, say so, and compute until killed. torch is first imported here."""
+    if args.cores:
+        os.sched_setaffinity(0, args.cores)  # before torch counts the cores and starts threads
     from backend_lib.worker.engine import build_engine
 
     bells, replies = [Doorbell(fd) for fd in args.bells], Doorbell(args.replies)
@@ -81,6 +83,9 @@ def parse_arguments() -> argparse.Namespace:
         "--bells", type=lambda text: [int(fd) for fd in text.split(",")], required=True,
         help="descriptors of the doorbells at which the ranks wait; the router rings that of rank 0",
     )  # fmt: skip
+    parser.add_argument(
+        "--cores", type=lambda text: [int(core) for core in text.split(",")], help="that this worker may run on"
+    )
     parser.add_argument("--server", type=int, help="pidfd of tritonserver")
     return parser.parse_args()
 

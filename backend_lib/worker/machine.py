@@ -12,13 +12,13 @@ import torch
 
 from backend_lib.checkpoint import Checkpoint
 from backend_lib.config import Settings
+from backend_lib.cores import usable_cores
 from backend_lib.models import load_decoder
 from backend_lib.models.batch import Decoder
 from backend_lib.models.graphed import GraphedDecoder
 from backend_lib.models.linear import QUANTISED
 from backend_lib.models.placement import Placement, place
 from backend_lib.models.threads import share_threads
-from backend_lib.worker.cores import usable_cores
 from backend_lib.worker.device import CpuDevice, Device
 from backend_lib.worker.eager_sampling import EagerSampling
 from backend_lib.worker.inputs import FreshInputs

@@ -56,8 +56,8 @@ class Router:
 
     def __init__(self, arena: Arena, commands: Doorbell, replies: Doorbell, max_running: int) -> None:
         self._slots = arena.slots
-        self._group = Group(arena, 0, max_running=max_running, on_released=lambda stream: None)
-        self._group.bells, self._group.replies = [commands], replies
+        self._group = Group(arena, 0, replies=replies, max_running=max_running, on_released=lambda stream: None)
+        self._group.bells = [commands]
         self._streams: dict[int, Stream] = {}
         self._pool = ReplyPool(REPLY_THREADS, lambda stream: stream.advance(self._slots, self._group.abort))
 

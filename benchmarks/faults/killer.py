@@ -14,7 +14,7 @@ import psutil
 from backend_lib.arena import WorkerState
 from backend_lib.router.router import Router
 from benchmarks.faults.requests import Round
-from tests.support.engine import wait_until, workers_of
+from tests.support.engine import pids_of, wait_until
 
 FLOWING = (0.2, 3.0)  # seconds that streams flow before the next kill
 LOADING = (0.0, 2.5)  # seconds into a worker's start
@@ -74,7 +74,7 @@ class Killer:
 
     def _kill(self) -> float | None:
         """Kill one of the workers and wait until it is reaped; when. None when there is none."""
-        pids = list(workers_of(self.router).values())
+        pids = pids_of(self.router)
         if not pids:
             return None
         pid = self.rng.choice(pids)
@@ -86,7 +86,7 @@ class Killer:
         return killed_at
 
     def _kill_loading(self) -> float | None:
-        wait_until(lambda: bool(workers_of(self.router)), timeout=60)
+        wait_until(lambda: bool(pids_of(self.router)), timeout=60)
         time.sleep(self.rng.uniform(*LOADING))
         if self.router._arena.status(0, 0).state is WorkerState.READY:
             return None

@@ -7,7 +7,7 @@ import torch
 
 from backend_lib.checkpoint import DecoderConfig, ExpertsConfig, LayerConfig, RopeConfig
 from backend_lib.config import Settings
-from tests.support.fake_gpu import FakeGpu
+from tests.support.fake_gpu import FakeGpu, FakeRanks
 from tests.support.requests import serve
 
 _ROPE = RopeConfig(dim=128, theta=10000.0)
@@ -43,4 +43,20 @@ def test_nothing_is_compiled_while_serving(model: str, dtype: torch.dtype) -> No
         gpu.launches.clear()
         serve(machine, settings, config.max_position, count=30, seed=0, special=0.5)
     assert len(gpu.launches) > 500
+    assert {launch for launch in gpu.launches if launch not in warm} == set()
+
+
+@pytest.mark.parametrize(("rank", "size"), [(0, 3), pytest.param(2, 3, marks=pytest.mark.long)])
+@pytest.mark.parametrize("model", ["windows", pytest.param("mixture", marks=pytest.mark.long)])
+def test_nor_by_one_of_several_ranks(model: str, rank: int, size: int) -> None:
+    """Three ranks have 3, 3 and 2 of 8 key-value heads, and 2, 1 and 1 of 4."""
+    config = DecoderConfig(**_SIZES | MODELS[model])
+    settings = Settings(model="", max_running=9, prefill_chunk=2048, kv_tokens=5000, max_model_len=config.max_position)
+    gpu, ranks = FakeGpu(), FakeRanks(rank, size)
+    with gpu.present():
+        machine = gpu.machine(config, settings, torch.bfloat16, ranks)
+        warm, sums = set(gpu.launches), ranks.sums
+        gpu.launches.clear()
+        serve(machine, settings, config.max_position, count=30, seed=0, special=0.5)
+    assert len(gpu.launches) > 300 and ranks.sums > sums
     assert {launch for launch in gpu.launches if launch not in warm} == set()

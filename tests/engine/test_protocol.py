@@ -200,7 +200,7 @@ def test_a_client_that_fails_harms_nobody_else(router) -> None:
 
 
 def test_a_stream_that_is_over_before_its_submit_returns_leaves_nothing(router, monkeypatch) -> None:
-    submit, returned = router._group.submit, threading.Event()
+    submit, returned = router._groups.all[0].submit, threading.Event()
 
     def slow_submit(stream) -> None:
         submit(stream)
@@ -208,7 +208,7 @@ def test_a_stream_that_is_over_before_its_submit_returns_leaves_nothing(router, 
             time.sleep(0.001)
         returned.set()
 
-    monkeypatch.setattr(router._group, "submit", slow_submit)
+    monkeypatch.setattr(router._groups.all[0], "submit", slow_submit)
     ask = Ask([5, 6], {"max_tokens": 1})
     router.submit(ask.inbound())
     ask.check()
@@ -222,7 +222,7 @@ def test_a_request_that_cannot_be_posted_is_answered(router, monkeypatch) -> Non
 
     ask = Ask([5, 6], {"max_tokens": 1})
     with monkeypatch.context() as context:
-        context.setattr(router._group.ring, "post", full)
+        context.setattr(router._groups.all[0].ring, "post", full)
         router.submit(ask.inbound())
         ask.check_prefix(ErrorKind.INTERNAL)
     assert ask.sender.error == (ErrorKind.INTERNAL, "RingFull: command ring is full")

@@ -11,7 +11,7 @@ import pytest
 
 from tests.engine.test_worker_kernels import answers, asks, check
 from tests.support.checkpoints import make_tiny_llama
-from tests.support.engine import Ask, assert_level, random_prompt, running_router, wait_until, workers_of
+from tests.support.engine import Ask, assert_level, pids_of, random_prompt, running_router, wait_until
 
 RANKS = {"tensor_parallel": 2, "debug": "on"}
 FP32 = {"device": "cpu", "weights": "fp32"}
@@ -61,7 +61,7 @@ def test_streams_go_on_when_either_rank_dies(tmp_path):
                 router.submit(ask.inbound())
             wait_until(lambda asked=asked: sum(ask.sender.num_tokens > 2 for ask in asked) >= 8)
             epoch = router._arena.epoch(0)
-            os.kill(workers_of(router)[0, rank], signal.SIGKILL)
+            os.kill(*pids_of(router, f"--rank={rank}"), signal.SIGKILL)
             for ask in asked:
                 ask.check()
             assert router._arena.epoch(0) == epoch + 1

@@ -156,7 +156,7 @@ def test_workers_that_are_killed_as_soon_as_they_are_up_cost_nobody_anything(lon
         pid = kill_worker(router)
         for is_up in (False, True, False, False, True, False, True, True):
             wait_next_worker(router, pid)
-            wait_until(lambda is_up=is_up: not is_up or router._group._up)
+            wait_until(lambda is_up=is_up: not is_up or router._groups.all[0]._up)
             pid = kill_worker(router)
         for ask in asks:
             ask.check()

@@ -143,7 +143,7 @@ def running_router(folder: Path, is_serving=lambda: True, **settings: Any) -> It
         yield router
     finally:
         router.close()
-        assert worker_pid(router) is None
+        assert pids_of(router) == []
 
 
 def worker_pids() -> set[int]:
@@ -151,20 +151,16 @@ def worker_pids() -> set[int]:
     return {child.pid for child in psutil.Process().children() if "backend_lib.worker" in _arguments(child)}
 
 
-def workers_of(router: Router) -> dict[tuple[int, int], int]:
-    """Process ids of the router's workers, by group and rank."""
-    found = {}
-    for child in psutil.Process().children():
-        told = dict(each.removeprefix("--").split("=", 1) for each in _arguments(child) if each.startswith("--"))
-        if told.get("arena") == str(router._arena.fd):
-            found[int(told["group"]), int(told["rank"])] = child.pid
-    return found
+def pids_of(router: Router, *wanted: str) -> list[int]:
+    """The router's workers, from the arena's descriptor in their arguments; those with these arguments as well, such as
+    `--group=1`."""
+    arguments = {f"--arena={router._arena.fd}", *wanted}
+    return [child.pid for child in psutil.Process().children() if arguments <= set(_arguments(child))]
 
 
-def worker_pid(router: Router) -> int | None:
-    """The router's worker, from the arena's descriptor in its arguments."""
-    argument = f"--arena={router._arena.fd}"
-    return next((child.pid for child in psutil.Process().children() if argument in _arguments(child)), None)
+def worker_pid(router: Router, group: int = 0) -> int | None:
+    """The worker of a group of one rank."""
+    return next(iter(pids_of(router, f"--group={group}")), None)
 
 
 def _arguments(process: psutil.Process) -> list[str]:
@@ -190,18 +186,19 @@ def assert_level(router: Router, timeout: float = 5.0) -> None:
 
 
 def _left(router: Router) -> dict[str, Any]:
-    load = router._arena.status(0, 0).load
+    groups = router._groups.all
+    loads = [router._arena.status(group.index, 0).load for group in groups]
     router._pool._reclaim()
     held = {
         "streams": len(router._streams),
         "slots": len(router._arena.slots) - len(router._pool._free),
         "heap": len(router._intake._extents._taken),
-        "posted": len(router._group._given),
-        "queued": len(router._group._queue),
+        "posted": sum(len(group._given) for group in groups),
+        "queued": sum(len(group._waiting) for group in groups),
         "watched": len(router._watcher._streams),
         "marked": len(router._replies._marks),
-        "running": load.running,
-        "waiting": load.waiting,
-        "kv": load.kv_used,
+        "running": sum(load.running for load in loads),
+        "waiting": sum(load.waiting for load in loads),
+        "kv": sum(load.kv_used for load in loads),
     }
     return {name: number for name, number in held.items() if number}

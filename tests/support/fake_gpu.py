@@ -30,6 +30,7 @@ from backend_lib.models.shapes import Part
 from backend_lib.worker import machine as machine_module
 from backend_lib.worker.cuda import CudaDevice
 from backend_lib.worker.machine import Machine, build_machine
+from backend_lib.worker.process_groups import SOLO
 
 GPU = torch.device("cuda", 0)
 LARGEST_GRID = (1 << 31) - 1, 65535, 65535
@@ -72,18 +73,20 @@ class FakeGpu:
             with FakeTensorMode(allow_non_fake_inputs=True):
                 yield
 
-    def machine(self, config: DecoderConfig, settings: Settings, dtype: torch.dtype) -> Machine:
-        """A model of random weights, loaded and warm."""
+    def machine(self, config: DecoderConfig, settings: Settings, dtype: torch.dtype, ranks: Any = SOLO) -> Machine:
+        """A model of random weights, loaded and warm, or the share of one rank."""
         placement = Placement(GPU, "dense", dtype, True)
-        start_step = step_maker(placement, config, settings)
-        share = divide(config, 1)[0]
-        decoder = DecoderBuilder(share, _Weights(), placement, start_step, config.max_position).decoder()
+        share = divide(config, ranks.size)[ranks.rank]
+        start_step = step_maker(placement, share.config, settings)
+        decoder = DecoderBuilder(share, _Weights(), placement, start_step, config.max_position, ranks).decoder()
         checkpoint: Any = SimpleNamespace(config=config)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(machine_module, "place", lambda settings, checkpoint: placement)
             patch.setattr(machine_module, "_device", lambda placement, settings: CudaDevice(_launching, _Runtime()))
             patch.setattr(load_module, "build_decoder", lambda *args: decoder)
-            return build_machine(checkpoint, settings, config.max_position, kv_tokens=settings.kv_tokens)
+            return build_machine(
+                checkpoint, settings, config.max_position, kv_tokens=settings.kv_tokens, join=lambda device: ranks
+            )
 
     def _launch(self, function: Any, *args: Any, grid: tuple[int, ...], warmup: bool, **kwargs: Any) -> None:
         name = function.fn.__name__
@@ -111,6 +114,32 @@ def _kind_of(value: Any, may_specialise: bool, may_align: bool) -> Any:
         return kind, may_specialise and (value == 1, may_align and value % 16 == 0)
     assert value is None or type(value) is float, value
     return None if value is None else "fp32"
+
+
+class FakeRanks:
+    """Other ranks that are not there. What is added up or gathered must be the GPU's and lie as collectives take it.
+
+    Attributes:
+        sums: how many there were.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self.sums = 0
+
+    def all_reduce(self, x: torch.Tensor) -> None:
+        assert x.device == GPU and x.is_contiguous() and x.dim() == 2
+        self.sums += 1
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor | None:
+        assert x.device == GPU and x.is_contiguous() and x.dtype == torch.float32
+        return None if self.rank else torch.cat([x] * self.size, dim=1)
+
+    def broadcast(self, x: torch.Tensor) -> None:
+        assert x.device == GPU and x.is_contiguous()
+
+    def minimum(self, number: int) -> int:
+        return number
 
 
 class _Weights:

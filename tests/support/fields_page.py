@@ -19,7 +19,7 @@ _NOT_OF_VLLM = {
     "input_ids", "input_lengths", "messages", "tools", "tool_choice", "chat_template_kwargs", "add_generation_prompt",
     "cancel", "guided_decoding_guide_type", "guided_decoding_guide", "return_num_cached_tokens", "return_output_ids",
     "return_prompt_logprobs", "return_reasoning_content", "return_tool_calls", "stream_interval", "request_priority",
-    "disable_prompt_cache", "pad_id", "beam_width", "return_context_logits", "return_generation_logits",
+    "disable_prompt_cache", "dp_rank", "pad_id", "beam_width", "return_context_logits", "return_generation_logits",
     "return_perf_metrics", "return_kv_cache_reuse_stats", "early_stopping", "response_format",
 }  # fmt: skip
 _VLLM = {"input_ids": "prompt_token_ids"}
@@ -76,6 +76,7 @@ _TESTS = {
     "tests/server/test_generate.py::test_stream_interval_makes_fewer_events": ("stream_interval",),
     "tests/engine/test_siblings.py::test_a_higher_priority_goes_first": ("request_priority",),
     "tests/engine/test_siblings.py::test_a_request_may_keep_out_of_the_prefix_cache": ("disable_prompt_cache",),
+    "tests/server/test_groups.py::test_a_request_may_name_its_group": ("dp_rank",),
     _TOKEN_IDS: ("input_ids",),
     "tests/server/test_trtllm.py::test_a_prompt_of_ids_with_its_length": ("input_lengths",),
     _CHAT: ("messages",),

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from backend_lib.models.compiled import Buffers
+from backend_lib.models.cpu_program import Buffers
 from kernels.cpu import operations, program
 from kernels.cpu.attention import PAIRS, plan_blocks
 from kernels.cpu.matmul import GROUP, PANEL

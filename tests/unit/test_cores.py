@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backend_lib.worker.cores import usable_cores
+from backend_lib.cores import usable_cores
 
 
 @pytest.fixture(autouse=True)

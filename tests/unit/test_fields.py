@@ -61,6 +61,7 @@ REACHES: dict[str, tuple[Any, Any]] = {
     "stream_interval": (8, 8),
     "request_priority": (-3, -3),
     "disable_prompt_cache": (True, True),
+    "dp_rank": (2, 2),
 }
 # Fields that are no attribute of their own, or stand for more than one: the tests below are theirs.
 OTHERS = {
@@ -76,7 +77,9 @@ def in_json(**values: Any) -> GenerationRequest:
 
 
 def parse(**parameters: Any) -> GenerationRequest:
-    return parse_request({"text_input": np.array([b"hi"], dtype=object)}, parameters, "", 0, Settings(), VOCAB)
+    return parse_request(
+        {"text_input": np.array([b"hi"], dtype=object)}, parameters, "", 0, Settings(data_parallel=4), VOCAB
+    )
 
 
 def error(**values: Any) -> str:

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from backend_lib.arena import CommandKind, SlotRef
+from backend_lib.arena import CommandKind, Doorbell, SlotRef
 from backend_lib.arena.ring import RingFull
 from backend_lib.request import FinishReason, GenerationRequest
 from backend_lib.router.group import LOOKAHEAD, Group, ring_records
@@ -30,12 +30,13 @@ class Fixture:
             num_groups=1, num_ranks=1, num_slots=64, ring_records=ring_records(RUNNING), dirty_records=64
         )
         self.released: list[Stream] = []
-        self.group = Group(self.arena, 0, max_running=RUNNING, on_released=self.released.append)
+        self.group = Group(self.arena, 0, replies=Doorbell(), max_running=RUNNING, on_released=self.released.append)
         self.made = 0
 
     def submit(self, priority: int = 0) -> Stream:
         stream = Stream(GenerationRequest(request_id="", text="", priority=priority), ListSender(), self.made, 7)
         self.made += 1
+        stream.arrival = self.made
         self.arena.slots.write(stream.slot, {"generation": 7})
         self.group.submit(stream)
         return stream

@@ -88,7 +88,7 @@ class Rig:
         self.made.append(self)
         self.look = IDLE
         self.metrics = Metrics()
-        self.counts = WorkerCounts(self.metrics, lambda: self.look)
+        self.counts = WorkerCounts(self.metrics, lambda: [self.look])
         self.registry = registry or FakeRegistry()
         self.may_begin = False
 
@@ -135,10 +135,49 @@ def test_a_worker_that_is_replaced_is_shown_as_such_until_the_next_one_is_ready(
     rig = Rig()
     shown = []
     for ready in (True, False, True):
-        rig.look = IDLE._replace(ready=ready)
+        rig.look = IDLE._replace(num_ready=int(ready))
         assert rig.pusher.push() or ready
         shown.append(rig.registry.values[Series(READY.name)])
     assert shown == [1, 0, 1]
+
+
+def test_groups_are_added_up_and_counted_apart() -> None:
+    """A group that begins again counts from 0, while the others count on."""
+    metrics, looks = Metrics(), [IDLE, IDLE]
+    counts = WorkerCounts(metrics, lambda: list(looks))
+
+    def say(*loads: dict[str, int], ready: tuple[int, int] = (2, 2)) -> None:
+        looks[:] = [
+            Look(IDLE.load._replace(**load), 0, 100, 3, num_ready=number, num_workers=2)
+            for load, number in zip(loads, ready, strict=True)
+        ]
+        counts.take()
+
+    say({"pauses": 5, "running": 2, "kv_used": 30}, {"pauses": 10, "running": 1, "cached": 20})
+    assert (metrics.get(RUNNING), metrics.get(WAITING), metrics.get(READY)) == (3, 3, 4)
+    assert [metrics.get(KV_TOKENS, state) for state in KV_TOKENS.values] == [30, 20, 150]
+    assert metrics.get(TRT_KV, "max") == 200 and metrics.get(TRT_KV, "fraction") == 30 / 200
+    say({}, {"pauses": 10, "running": 1}, ready=(0, 2))
+    assert (metrics.get(PAUSES), metrics.get(READY)) == (15, 2)
+    say({"pauses": 1}, {"pauses": 12})
+    assert metrics.get(PAUSES) == 18
+
+
+def test_a_step_is_observed_of_each_group() -> None:
+    metrics = Metrics()
+    looks = [Look(IDLE.load._replace(step=10, running=1), 0, 100, 1)] * 2
+    counts = WorkerCounts(metrics, lambda: looks)
+    counts.take()
+    looks = [Look(look.load._replace(step=10 + by), SECOND, 100, 1) for look, by in zip(looks, (10, 4), strict=True)]
+    counts.take()
+    assert [metrics.next_observation() for _ in range(3)] == [(STEP_SECONDS, 0.1), (STEP_SECONDS, 0.25), None]
+
+
+def test_the_pusher_goes_on_while_a_worker_of_any_group_is_not_ready() -> None:
+    rig = Rig()
+    rig.counts._looks = lambda: [IDLE, IDLE._replace(num_ready=1, num_workers=2)]
+    rig.pusher.push()
+    assert rig.pusher.push()
 
 
 def test_gauges_follow_the_worker() -> None:
@@ -255,7 +294,7 @@ def test_nothing_is_registered_before_it_may_begin() -> None:
 def test_the_thread_sleeps_while_nothing_changes_and_ends_when_closed(monkeypatch) -> None:
     rig = Rig()
     looks: list[int] = []
-    monkeypatch.setattr(rig.counts, "_look", lambda: looks.append(1) or rig.look)
+    monkeypatch.setattr(rig.counts, "_looks", lambda: looks.append(1) or [rig.look])
     rig.start()
     time.sleep(0.2)
     assert len(looks) == 2, "all is new, and then nothing"

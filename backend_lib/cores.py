@@ -1,4 +1,4 @@
-"""How many processors a worker may use."""
+"""How many processors a process may use: the router divides them among workers, a worker among threads."""
 
 from __future__ import annotations
 
