@@ -133,6 +133,10 @@ class Digests:
         values = tuple(self._words[at + 1 : at + 1 + count]) if self._words[at] == step else None
         return values if self._words[at] == step else None
 
+    def has_passed(self, rank: int, step: int) -> bool:
+        """Whether the rank has overwritten that step, so that it cannot be read any more."""
+        return self._words[self._at(rank, step)] > step
+
     def discard(self, num_ranks: int) -> None:
         """Only while no worker is attached to the group."""
         for word in range(self._base, self._base + num_ranks * DIGESTS * DIGEST_WORDS):

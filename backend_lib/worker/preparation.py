@@ -60,11 +60,14 @@ class Preparation:
         return None if sequence is None else (sequence, refused)
 
     def abort(self, slot: int, generation: int) -> Sequence | None:
-        """Forget a sequence, and return it. None: it is not here."""
+        """End a sequence, and return it: it is gone at once. None: it is not here."""
         ref = SlotRef(slot, generation)
         self._refused.pop(ref, None)
         sequence = self._sequences.pop(ref, None)
-        if sequence is not None and self._compiler is not None:
+        if sequence is None:
+            return None
+        sequence.finish = FinishReason.CANCELLED
+        if self._compiler is not None:
             self._compiler.cancel(ref)
         return sequence
 

@@ -22,6 +22,9 @@ from backend_lib.models.parallel import Alone
 from backend_lib.worker.ordered_sum import ordered_all_reduce
 
 _HOST = "127.0.0.1"
+# Without a word from us these libraries look for a network, and find the wrong one or none; and what the environment
+# says is meant for ranks on several machines.
+_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "GLOO_DEVICE_TRANSPORT": "TCP", "NCCL_SOCKET_IFNAME": "lo"}
 _POLL = 0.005  # seconds between two looks at whether rank 0 listens
 # Ranks load at their own pace, and one that hangs is the router's to end.
 _FOREVER = timedelta(days=30)
@@ -103,9 +106,7 @@ def join(status: StatusBlock, rank: int, size: int, device: torch.device) -> Ran
     """Meet the other ranks. Rank 0 listens on a free port of the loopback and says which in `status`, its own block."""
     if size == 1:
         return SOLO
-    # Without a word from us these libraries look for a network, and find the wrong one or none.
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    os.environ.update(_LOOPBACK)
     return RankGroup(_listen(status, size) if rank == 0 else _find(status, size), rank, size, device)
 
 

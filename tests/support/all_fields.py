@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import dataclass, field
+import time
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from backend_lib.arena import CommandKind, SlotRef, logprob_row
@@ -59,6 +60,10 @@ def random_asks(seed: int, count: int, *, aborts: float = 0.15) -> list[Ask]:
     return asks
 
 
+def undisturbed(asks: list[Ask]) -> list[Ask]:
+    return [replace(ask, abort=None) for ask in asks]
+
+
 def answers(group: PlayedGroup, asks: list[Ask], timeout: float = 120) -> list[Answer]:
     """Of each, when all have been released."""
     return _Play(group, asks).run(timeout)
@@ -77,12 +82,12 @@ class _Play:
 
     def run(self, timeout: float) -> list[Answer]:
         waiting = list(range(len(self.asks)))
-        deadline = _deadline(timeout)
+        deadline = time.monotonic() + timeout
         while waiting or self._live:
             self._look()
             while waiting and self._free:
                 self._admit(waiting.pop(0))
-            assert not deadline(), f"still there: {[self.asks[each] for each in self._live]}"
+            assert time.monotonic() < deadline, f"still there: {[self.asks[each] for each in self._live]}"
             self.group.replies.wait(0.01)
             self.group.assert_alive()
         return [self._answers[number] for number in range(len(self.asks))]
@@ -134,19 +139,11 @@ class _Play:
         return Answer(self.group.output(ref), published.finish, bytes(slots.headers["error"][ref.slot]), records)
 
 
-def _deadline(timeout: float):
-    import time
-
-    end = time.monotonic() + timeout
-    return lambda: time.monotonic() > end
-
-
 def _fields(rng: random.Random, max_tokens: int) -> dict[str, Any]:
     fields: dict[str, Any] = {"ignore_eos": rng.randint(0, 1), "adapter_id": rng.choice([0, 0, 0, 1, 2])}
     if rng.random() < 0.3:
         fields |= {"temperature": rng.choice([0.5, 1.0, 5.0]), "seed": rng.getrandbits(64)}
-        fields |= rng.choice([{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}]) if rng.random() < 0.5 else {}
-        fields.pop("min_p", None)
+        fields |= rng.choice([{}, {"top_k": 3}, {"top_p": 0.5}])
     if rng.random() < 0.2:
         fields["min_tokens"] = rng.randint(1, max_tokens)
     if rng.random() < 0.2:
@@ -162,6 +159,8 @@ def _params(rng: random.Random) -> dict[str, Any]:
         params["stop_token_ids"] = rng.sample(range(5, VOCAB), 6)
     if rng.random() < 0.2:
         params["prefix_cache"] = False
+    if rng.random() < 0.1:
+        params["min_p"] = 0.1
     if rng.random() < 0.2:
         params |= rng.choice(RULES)
     if rng.random() < 0.25:
