@@ -71,7 +71,7 @@ def state_of(scheduler: Scheduler, token_ids: list[int], before: State) -> State
     kv, cache = scheduler.memory.kv, scheduler.memory.cache
     held = [kv.table[each.row, : each.num_computed] for each in scheduler.running]
     return State(
-        rows=_digest(before.rows, [(each.slot, each.generation, each.row) for each in everyone], len(scheduler.running)),
+        rows=_digest(before.rows, [(one.slot, one.generation, one.row) for one in everyone], len(scheduler.running)),
         lengths=_digest(
             before.lengths, [(each.num_computed, each.num_planned, each.output_len, each.finish) for each in everyone]
         ),
