@@ -47,7 +47,7 @@ def test_what_a_group_had_goes_on_elsewhere_when_its_workers_cannot_start(folder
     monkeypatch.setattr(supervisor, "BACK_OFF", (0.0, 0.2))
     monkeypatch.setattr(router_module, "MAX_FAILED_STARTS", 2)
     rng = random.Random(1)
-    asks, named = streams(rng, 24), streams(rng, 2, dp_rank=0)
+    asks, named = streams(rng, 16), streams(rng, 2, dp_rank=0)
     with running_router(folder, **SETTINGS) as router:
         for ask in [*named, *asks]:
             router.submit(ask.inbound())
@@ -78,6 +78,39 @@ def test_a_worker_that_cannot_be_loaded_fails_the_load_of_all(tmp_path) -> None:
     ):
         Router(Settings(model=str(broken), threads=1, data_parallel=2))
     assert worker_pids() == before
+
+
+def test_a_group_that_hangs_is_replaced_and_the_other_goes_on(folder, caplog) -> None:
+    rng = random.Random(2)
+    with running_router(folder, hang_seconds=1, **SETTINGS) as router:
+        asks = [streams(rng, 3, dp_rank=group) for group in range(2)]
+        for ask in [*asks[0], *asks[1]]:
+            router.submit(ask.inbound())
+        wait_until(lambda: asks[1][1].sender.num_tokens > 10)
+        os.kill(stopped := worker_pid(router, 1), signal.SIGSTOP)
+        for ask in [*asks[0], *asks[1]]:
+            ask.check()
+        assert (router._arena.epoch(0), router._arena.epoch(1)) == (0, 1)
+        assert f"worker {stopped} of group 1 made no progress for 1." in caplog.text
+        assert_level(router)
+
+
+@pytest.mark.long
+def test_a_request_that_kills_workers_does_so_in_one_group(tmp_path) -> None:
+    """Also when it has not named it: suspects stay. The router is made to admit a prompt that leaves the KV table."""
+    rng = random.Random(3)
+    others = [Ask(random_prompt(rng), {"max_tokens": 200, "ignore_eos": True}) for _ in range(12)]
+    poison = Ask([7] * 300, {"max_tokens": 1})
+    with running_router(tmp_path / "hash", **SETTINGS | {"prefill_chunk": 16, "kv_tokens": 2000}) as router:
+        router._intake.max_len = 1000
+        for ask in [*others[:6], poison, *others[6:]]:
+            router.submit(ask.inbound())
+        kind, words = poison.sender.wait(60).error
+        assert kind is ErrorKind.INTERNAL and words.startswith("the worker died 3 times while it computed this request")
+        assert sorted([router._arena.epoch(0), router._arena.epoch(1)]) == [0, 3]
+        for ask in others:
+            ask.check()
+        assert_level(router)
 
 
 @pytest.mark.long
