@@ -62,6 +62,7 @@ class Router:
         self._pool = ReplyPool(REPLY_THREADS, lambda stream: stream.advance(self._slots, self._group.abort))
 
     def add(self, stream: Stream) -> None:
+        stream.arrival = len(self._streams)
         self._streams[stream.slot] = stream
 
     def start(self) -> None:
