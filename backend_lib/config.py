@@ -142,7 +142,10 @@ class Settings:
         60.0, 6.0, 86400.0, help="a worker that makes no progress for so long, and for 20 full steps, is replaced"
     )
     threads: int | None = _number(None, 1, 1024, help="compute threads of a CPU worker; `auto` is the cores it may use")
-    debug: str = _choice("off", "on", help="check at every step that nothing waits for the device, at some cost")
+    debug: str = _choice(
+        "off", "on",
+        help="check at every step that nothing waits for a GPU, and that all ranks have the same state, at some cost",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         """What is `auto` by the kind of device is worked out here, for router and worker alike."""

@@ -116,10 +116,11 @@ def losses(asked: Round) -> list[str]:
 def report(figures: Figures) -> str:
     plain = [each for each in figures.stalls if not each.loading_kills]
     chained = [each for each in figures.stalls if each.loading_kills]
+    colon = ":" if figures.differences else ""
     lines = [
         f"{figures.kills} kills in {figures.seconds:.0f} s, {figures.loading_kills} of them of a worker that loaded",
         f"{figures.requests} requests, {figures.tokens} tokens, {len(figures.lost)} requests lost",
-        f"{len(figures.wrong)} wrong tokens; {len(figures.differences)} first differences in all:",
+        f"{len(figures.wrong)} wrong tokens; {len(figures.differences)} first differences in all{colon}",
         *(f"  {_difference(each)}" for each in figures.differences),
         f"seconds from the kill: {_stalls(plain)}",
         f"seconds from the last of several kills, each of the next worker while it loaded: {_stalls(chained)}",
