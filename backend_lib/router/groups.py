@@ -74,6 +74,10 @@ class Groups:
         """Of a group's workers, in a row."""
         return self._supervisors[group].failed_starts
 
+    def pause(self, group: int) -> float:
+        """Seconds from an end of a group's workers to the start of the next ones."""
+        return self._supervisors[group].pause
+
     def can_start(self) -> bool:
         """Whether any group's last start did not fail."""
         return not all(supervisor.failed_starts for supervisor in self._supervisors)

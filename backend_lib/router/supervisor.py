@@ -66,6 +66,11 @@ class Supervisor:
         self.stop()
         self._thread.join()
 
+    @property
+    def pause(self) -> float:
+        """Seconds from an end of the workers to the start of the next ones."""
+        return BACK_OFF[min(self.failed_starts, len(BACK_OFF) - 1)]
+
     def _run(self) -> None:
         while not self._stopping:
             end = self._run_workers()
@@ -135,7 +140,6 @@ class Supervisor:
         return True
 
     def _back_off(self) -> None:
-        pause = BACK_OFF[min(self.failed_starts, len(BACK_OFF) - 1)]
-        deadline = time.monotonic() + pause
+        deadline = time.monotonic() + self.pause
         while not self._stopping and time.monotonic() < deadline:
             self._stop.wait(timeout=deadline - time.monotonic())

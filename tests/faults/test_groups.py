@@ -42,8 +42,8 @@ def streams(rng: random.Random, count: int, **fields) -> list[Ask]:
     ]
 
 
-def test_what_a_group_had_goes_on_elsewhere_when_its_workers_cannot_start(folder, monkeypatch) -> None:
-    """Only those that named the group end, and the model is ready all the time."""
+def test_what_a_group_had_goes_on_elsewhere_when_its_workers_cannot_start(folder, monkeypatch, caplog) -> None:
+    """Only those that named the group end, and the model is ready all the time. The log says when it is tried again."""
     monkeypatch.setattr(supervisor, "BACK_OFF", (0.0, 0.2))
     monkeypatch.setattr(router_module, "MAX_FAILED_STARTS", 2)
     rng = random.Random(1)
@@ -59,6 +59,9 @@ def test_what_a_group_had_goes_on_elsewhere_when_its_workers_cannot_start(folder
         for ask in named:
             ask.check_prefix(ErrorKind.UNAVAILABLE)
             assert "the model cannot be loaded: worker" in ask.sender.error[1]
+        downs = [words for words in caplog.messages if "; starting another" in words]
+        assert downs[0].endswith("of group 0 was killed by SIGKILL; starting another")
+        assert downs[1].endswith("; starting another in 0.2 s") and "has no config.json" in downs[1]
         assert router.is_ready() and router._arena.epoch(0) >= 2 and router._arena.epoch(1) == 0
         assert not router._groups.all[0].is_up
         (folder / "hidden").rename(folder / "config.json")
