@@ -62,7 +62,7 @@ def _steps(agreement: Agreement | None, ranks: RankGroup, number: torch.Tensor) 
 def _agreements(arena: Arena, ranks: RankGroup, bells: list[Doorbell]) -> dict[str, Agreement]:
     ring, decisions, rank = arena.ring(0), arena.decisions(0), ranks.rank
     if rank:
-        following = FollowingAgreement(ring, bells[rank], decisions, rank)
+        following = FollowingAgreement(ring, bells, decisions, rank)
         return {"arena": following, "broadcast": BroadcastFollower(following, ranks)}
     leading = LeadingAgreement(Outlook(ring), bells, decisions, patience=60)
     return {"arena": leading, "broadcast": BroadcastLeader(leading, ranks)}

@@ -80,7 +80,7 @@ def _agreement(
     ring, decisions, rank = arena.ring(group), arena.decisions(group), ranks.rank
     by_broadcast = settings.agreement == "broadcast"
     if rank:
-        following = FollowingAgreement(ring, bells[rank], decisions, rank)
+        following = FollowingAgreement(ring, bells, decisions, rank)
         return BroadcastFollower(following, ranks) if by_broadcast else following
     outlook = Outlook(ring, preparation.done)
     if not isinstance(ranks, RankGroup):
