@@ -27,4 +27,5 @@ class Progress:
             return
         self._next_line = time.monotonic() + SECONDS_BETWEEN_LINES
         share = min(100, 100 * self.done_bytes // max(self.total_bytes, 1))
-        log.info("loading: %d %% (%.1f of %.1f GB)", share, self.done_bytes / 1e9, self.total_bytes / 1e9)
+        unit, size = ("GB", 1e9) if self.total_bytes >= 1e9 else ("MB", 1e6)
+        log.info("loading: %d %% (%.1f of %.1f %s)", share, self.done_bytes / size, self.total_bytes / size, unit)
