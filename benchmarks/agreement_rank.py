@@ -27,9 +27,10 @@ def main() -> None:
     arena = Arena.attach(args.arena)
     settings = Settings(**arena.config["settings"])
     device = torch.device("cuda" if settings.device == "cuda" else "cpu")
-    ranks = join(arena.status(0, 0), args.rank, settings.tensor_parallel, device)
+    bells = [Doorbell(fd) for fd in args.bells]
+    ranks = join(arena.status(0, 0), bells, args.rank, settings.tensor_parallel, device)
     assert isinstance(ranks, RankGroup)
-    agreements = _agreements(arena, ranks, [Doorbell(fd) for fd in args.bells])
+    agreements = _agreements(arena, ranks, bells)
     arena.status(0, args.rank).set_ready(1)
     number = torch.zeros(1, device=device)
     took: dict[str, list[float]] = defaultdict(list)

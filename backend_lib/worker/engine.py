@@ -47,7 +47,7 @@ def build_engine(arena: Arena, group: int, rank: int, *, bells: list[Doorbell], 
         settings,
         config["max_model_len"],
         kv_tokens=arena.status(group, rank).kv_tokens or settings.kv_tokens,
-        join=partial(join, arena.status(group, 0), rank, settings.tensor_parallel),
+        join=partial(join, arena.status(group, 0), bells, rank, settings.tensor_parallel),
     )
     scheduler = Scheduler(
         kv_tokens=machine.kv_tokens, max_running=settings.max_running, max_model_len=config["max_model_len"],

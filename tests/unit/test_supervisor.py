@@ -162,6 +162,16 @@ def test_a_group_loads_as_long_as_any_rank_does_something(rig) -> None:
         assert time.monotonic() - started > 1.2 + 0.6
 
 
+def test_a_group_hangs_in_which_nobody_does_more_than_wait_for_another(rig) -> None:
+    """Collectives wake up now and then while they wait."""
+    orders = {"0.0": READY, "0.1": READY, "1.0": "trickle 0.007", "1.1": "sleep 100", "2.0": READY, "2.1": READY}
+    with rig(orders, hang_seconds=2) as group:
+        group.wait_up()
+        group.processes[0].kill()
+        group.wait_down()
+        assert "made no progress" in group.wait_down().words
+
+
 def test_a_group_that_hangs_is_ended_as_a_whole(rig) -> None:
     with rig({"0.0": READY, "0.1": READY, "1.0": READY, "1.1": READY}, hang_seconds=0.5) as group:
         group.wait_up()
