@@ -23,7 +23,7 @@ def checkpoint(tmp_path_factory) -> Path:
 
 
 def test_a_rank_that_waits_for_rank_0_does_nothing(checkpoint):
-    """Who watches ranks that load takes processor time for progress: one that hangs must not look busy by the others."""
+    """Who watches ranks that load takes processor time for progress: one that hangs must not look busy by others."""
     group = PlayedGroup(str(checkpoint), tensor_parallel=2, **SIZES)
     try:
         process = psutil.Process(group.start_one(1).pid)

@@ -164,8 +164,8 @@ def test_a_group_loads_as_long_as_any_rank_does_something(rig) -> None:
 
 def test_a_group_hangs_in_which_nobody_does_more_than_wait_for_another(rig) -> None:
     """Collectives wake up now and then while they wait."""
-    orders = {"0.0": READY, "0.1": READY, "1.0": "trickle 0.007", "1.1": "sleep 100", "2.0": READY, "2.1": READY}
-    with rig(orders, hang_seconds=2) as group:
+    orders = {"0.0": READY, "0.1": READY, "1.0": "trickle 0.006", "1.1": "sleep 100", "2.0": READY, "2.1": READY}
+    with rig(orders, hang_seconds=3) as group:
         group.wait_up()
         group.processes[0].kill()
         group.wait_down()
