@@ -111,6 +111,7 @@ class LeadingAgreement(SoloAgreement):
         decision = super().receive(block=block)
         self._step += 1
         self._decisions.publish(self.outlook.decided(self._step, decision), timeout=self._patience)
+        reach("decided")
         for bell in self._others:
             bell.ring()
         return decision

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from backend_lib.arena import Doorbell, StatusBlock
 from backend_lib.models.parallel import Alone
+from backend_lib.worker.crash_points import reach
 from backend_lib.worker.ordered_sum import ordered_all_reduce
 
 _HOST = "127.0.0.1"
@@ -108,7 +109,9 @@ def join(status: StatusBlock, bells: list[Doorbell], rank: int, size: int, devic
         return SOLO
     os.environ.update(_LOOPBACK)
     store = _listen(status, bells[1:]) if rank == 0 else _find(status, bells[rank], size)
-    return RankGroup(store, rank, size, device)
+    ranks = RankGroup(store, rank, size, device)
+    reach("joined")
+    return ranks
 
 
 def _listen(status: StatusBlock, others: list[Doorbell]) -> dist.Store:
