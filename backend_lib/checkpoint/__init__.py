@@ -10,6 +10,7 @@ from backend_lib.checkpoint.decoder_config import (
     RopeScaling,
 )
 from backend_lib.checkpoint.locate import open_checkpoint
+from backend_lib.checkpoint.ranks import check_ranks, inner_unit
 from backend_lib.checkpoint.sampling_defaults import SamplingDefaults
 
 __all__ = [
@@ -22,5 +23,7 @@ __all__ = [
     "RopeScaling",
     "SamplingDefaults",
     "Weights",
+    "check_ranks",
+    "inner_unit",
     "open_checkpoint",
 ]

@@ -8,6 +8,8 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
+from backend_lib.checkpoint.byte_words import bytes_of
+
 log = logging.getLogger("tandem")
 
 SECONDS_BETWEEN_LINES = 3.0
@@ -21,4 +23,4 @@ class LoggedProgress(tqdm):
 
     def display(self, *args: Any, **options: Any) -> None:
         if self.unit == "B" and self.n and str(self.desc).startswith("Download"):
-            log.info("downloading: %.1f of %.1f GB", self.n / 1e9, (self.total or self.n) / 1e9)
+            log.info("downloading: %s", bytes_of(self.n, self.total or self.n))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from backend_lib.checkpoint import DecoderConfig
+from backend_lib.checkpoint import DecoderConfig, check_ranks, inner_unit
 from backend_lib.models.linear import GROUP
 
 MOST_RANKS = 64  # as the setting allows
@@ -43,7 +43,7 @@ def divide(config: DecoderConfig, size: int) -> list[Share]:
 
     Raises ValueError naming `tensor_parallel` where there is nothing left for a rank to compute.
     """
-    _check(config, size)
+    check_ranks(config, size)
     experts_inner = config.experts.intermediate_size if config.experts else 0
     return [
         _share(config, *parts)
@@ -83,23 +83,6 @@ def _share(config: DecoderConfig, heads: tuple[range, range], inner: range, expe
     )  # fmt: skip
 
 
-def _check(config: DecoderConfig, size: int) -> None:
-    limits = [(config.num_heads, f"{config.num_heads} query heads")]
-    if not all(layer.has_experts for layer in config.layers):
-        limits.append(_inner_limit(config.intermediate_size, "an MLP"))
-    if config.experts:
-        limits.append(_inner_limit(config.experts.intermediate_size, "an expert"))
-    most, what = min(limits)
-    if size > 1 and most < size:
-        raise ValueError(
-            f"parameter 'tensor_parallel' is {size}; allowed for this checkpoint is at most {most}: it has {what}"
-        )
-
-
-def _inner_limit(inner: int, what: str) -> tuple[int, str]:
-    return inner // _unit(inner), f"{what} of inner size {inner}, which is divided in units of {_unit(inner)}"
-
-
 def _heads(config: DecoderConfig, size: int) -> list[tuple[range, range]]:
     """Each rank's query heads and key-value heads."""
     group = config.num_heads // config.num_kv_heads
@@ -114,13 +97,8 @@ def _heads(config: DecoderConfig, size: int) -> list[tuple[range, range]]:
 
 
 def _inner(inner: int, size: int) -> list[range]:
-    unit = _unit(inner)
+    unit = inner_unit(inner)
     return [scaled(units, unit) for units in even(inner // unit, size)]
-
-
-def _unit(inner: int) -> int:
-    """Codes of weights are made in groups: what is cut between them has the codes of the whole."""
-    return 1 if inner % GROUP else GROUP
 
 
 def _vocabulary(vocab_size: int, size: int) -> list[range]:

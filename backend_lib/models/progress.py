@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import time
 
+from backend_lib.checkpoint.byte_words import bytes_of
+
 log = logging.getLogger("tandem")
 
 SECONDS_BETWEEN_LINES = 2.0
@@ -27,5 +29,4 @@ class Progress:
             return
         self._next_line = time.monotonic() + SECONDS_BETWEEN_LINES
         share = min(100, 100 * self.done_bytes // max(self.total_bytes, 1))
-        unit, size = ("GB", 1e9) if self.total_bytes >= 1e9 else ("MB", 1e6)
-        log.info("loading: %d %% (%.1f of %.1f %s)", share, self.done_bytes / size, self.total_bytes / size, unit)
+        log.info("loading: %d %% (%s)", share, bytes_of(min(self.done_bytes, self.total_bytes), self.total_bytes))

@@ -262,7 +262,8 @@ class Router:
 
     def _workers_died(self, group: Group, end: End) -> None:
         """No worker of the group is alive: what they had published is still sent, and others go on from there."""
-        log.error("%s; starting another", end.words)
+        others = "the group again" if self._settings.tensor_parallel > 1 else "another"
+        log.error("%s; starting %s", end.words, others)
         self.metrics.count(RESTARTS, self._settings.tensor_parallel)
         self.worker_counts.take()  # before they are cleared
         gone = group.went_down(is_blamed=not end.from_outside)

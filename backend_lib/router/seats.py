@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from backend_lib.checkpoint import Checkpoint, HashConfig
+from backend_lib.checkpoint import Checkpoint, DecoderConfig, HashConfig, check_ranks
 from backend_lib.config import Settings, gpu_is_visible
 from backend_lib.cores import usable_cores
 
@@ -35,7 +35,9 @@ class Seating(NamedTuple):
 
 
 def seat_workers(settings: Settings, checkpoint: Checkpoint) -> Seating:
-    """Raises ValueError naming a setting that this machine cannot follow, its value and what is allowed."""
+    """Raises ValueError naming a setting that machine or checkpoint cannot follow, its value and what is allowed."""
+    if isinstance(checkpoint.config, DecoderConfig):
+        check_ranks(checkpoint.config, settings.tensor_parallel)
     count = settings.tensor_parallel * settings.data_parallel
     # The test-only model stays on the CPU.
     if isinstance(checkpoint.config, HashConfig) or not _on_gpu(settings):

@@ -9,6 +9,7 @@ from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 from backend_lib.arena import Arena, WorkerState
+from backend_lib.arena.names import of_group, worker_name
 from backend_lib.router.group import Group
 from backend_lib.router.seats import Seat
 from backend_lib.router.worker_process import WorkerProcess
@@ -78,7 +79,8 @@ class Workers:
         while self._alive() and (left := deadline - time.monotonic()) > 0:
             self.wait(left)
         cause = min(self._ended, key=lambda each: (not each.was_killed_from_outside, each.lost_its_group))
-        words = f"{self._named(cause)} {cause.end}: {self.statuses[cause.rank].error}"
+        said = self.statuses[cause.rank].error  # nothing, when it was killed
+        words = f"{self._named(cause)} {cause.end}{f': {said}' if said else ''}"
         return End(words, cause.was_killed_from_outside)
 
     def kill(self) -> None:
@@ -92,7 +94,8 @@ class Workers:
         """What to say of workers that are to be ended because they did nothing for so long."""
         pids = ", ".join(str(process.pid) for process in self._processes)
         who, verb = (f"workers {pids}", "are") if len(self._processes) > 1 else (f"worker {pids}", "is")
-        return End(f"{who}{self._of_group()} made no progress for {seconds:.1f} s and {verb} ended")
+        whose = of_group(self._arena.spec, self._group.index)
+        return End(f"{who}{whose} made no progress for {seconds:.1f} s and {verb} ended")
 
     @property
     def names(self) -> list[str]:
@@ -100,11 +103,7 @@ class Workers:
         return [self._named(process) for process in self._processes]
 
     def _named(self, process: WorkerProcess) -> str:
-        rank = f", rank {process.rank}" if len(self._processes) > 1 else ""
-        return f"worker {process.pid}{rank}{self._of_group()}"
-
-    def _of_group(self) -> str:
-        return f" of group {self._group.index}" if self._arena.spec.num_groups > 1 else ""
+        return worker_name(self._arena.spec, process.pid, self._group.index, process.rank)
 
     def _alive(self) -> list[WorkerProcess]:
         return [process for process in self._processes if process not in self._ended]

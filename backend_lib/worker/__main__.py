@@ -12,6 +12,7 @@ import threading
 import traceback
 
 from backend_lib.arena import Arena, Doorbell, StatusBlock
+from backend_lib.arena.names import worker_name
 from backend_lib.arena.status import LOST_GROUP
 from backend_lib.worker import crash_points
 from backend_lib.worker.parent import die_with_parent
@@ -22,8 +23,9 @@ def main() -> None:
     die_with_parent(args.parent)
     if args.server is not None:
         threading.Thread(target=_end_router_with_server, args=(args.server, args.parent), daemon=True).start()
-    logging.basicConfig(level=logging.INFO, format="tandem worker %(process)d: %(message)s", stream=sys.stderr)
     arena = Arena.attach(args.arena)
+    name = worker_name(arena.spec, os.getpid(), args.group, args.rank)
+    logging.basicConfig(level=logging.INFO, format=f"tandem {name}: %(message)s", stream=sys.stderr)
     status = arena.status(args.group, args.rank)
     if arena.epoch(args.group) != args.epoch:
         sys.exit(f"the group is at epoch {arena.epoch(args.group)}; this worker was started for {args.epoch}")

@@ -50,8 +50,9 @@ def test_two_ranks_give_the_tokens_and_log_probabilities_of_one(folder, expected
         assert_level(router)
 
 
-def test_streams_go_on_when_either_rank_dies(tmp_path):
-    rng = random.Random(5)
+def test_streams_go_on_when_either_rank_dies(tmp_path, caplog, capfd):
+    """And the log says which rank it was, and of which rank a worker's own lines are."""
+    rng, killed = random.Random(5), []
     with running_router(tmp_path / "hash", **RANKS, max_running=8) as router:
         for rank in (1, 0):
             asked = [
@@ -61,8 +62,13 @@ def test_streams_go_on_when_either_rank_dies(tmp_path):
                 router.submit(ask.inbound())
             wait_until(lambda asked=asked: sum(ask.sender.num_tokens > 2 for ask in asked) >= 8)
             epoch = router._arena.epoch(0)
-            os.kill(*pids_of(router, f"--rank={rank}"), signal.SIGKILL)
+            pids = pids_of(router, f"--rank={rank}")
+            os.kill(*pids, signal.SIGKILL)
             for ask in asked:
                 ask.check()
             assert router._arena.epoch(0) == epoch + 1
+            assert f"worker {pids[0]}, rank {rank} was killed by SIGKILL; starting the group again" in caplog.messages
+            killed.append(f"tandem worker {pids[0]}, rank {rank}: loaded ")
         assert_level(router)
+    said = capfd.readouterr().err
+    assert all(words in said for words in killed)

@@ -136,7 +136,7 @@ def test_the_death_of_one_groups_worker_is_no_pause_for_the_other(two, client) -
     lives = ready_lines(two, 1)
     killed = time.monotonic()
     os.kill(lives[-1], signal.SIGKILL)
-    wait_said(two, f"worker {lives[-1]} of group 1 was killed by SIGKILL: ; starting another")
+    wait_said(two, f"worker {lives[-1]} of group 1 was killed by SIGKILL; starting another")
     for _ in range(4):
         assert cached(client, prompt(rng, 10)) == 0
     assert ready_lines(two, 1) == lives, "answered by the other group, while there is no worker in this one"

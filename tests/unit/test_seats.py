@@ -120,6 +120,16 @@ def test_what_the_machine_cannot_follow_is_refused_in_words(machine, llama, sett
     assert refused(llama, **settings).startswith(words)
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_more_ranks_than_the_checkpoint_can_be_divided_among(machine, llama, device) -> None:
+    """Said before a worker is started, of which there could be thousands."""
+    machine(gpus=64)
+    heads = llama.config.num_heads
+    seat_workers(Settings(device=device, tensor_parallel=2, data_parallel=32), llama)
+    words = f"parameter 'tensor_parallel' is {heads + 1}; allowed for this checkpoint is at most "
+    assert refused(llama, device=device, tensor_parallel=heads + 1).startswith(words)
+
+
 def test_a_long_text_is_cut(machine, llama) -> None:
     machine(gpus=3)
     assert len(refused(llama, gpus="9" * 5000)) < 200

@@ -116,7 +116,7 @@ def test_a_rank_that_was_killed_from_outside_is_the_cause_of_any_other_end(rig) 
         group.wait_up()
         first = group.processes
         group.tell()
-        assert group.wait_down() == End(f"worker {first[1].pid}, rank 1 was killed by SIGKILL: ", from_outside=True)
+        assert group.wait_down() == End(f"worker {first[1].pid}, rank 1 was killed by SIGKILL", from_outside=True)
 
 
 def test_where_all_have_only_lost_their_group_the_first_is_named(rig) -> None:
