@@ -103,7 +103,7 @@ def test_a_rank_that_lost_its_group_is_not_the_cause_of_the_end(rig) -> None:
         group.wait_up()
         pid = group.processes[1].pid
         group.tell()
-        assert group.wait_down() == End(f"worker {pid}, rank 1 was killed by SIGSEGV: ", from_outside=False)
+        assert group.wait_down() == End(f"worker {pid}, rank 1 was killed by SIGSEGV", from_outside=False)
         group.wait_up()
         assert group.alive_at_down == [[]] and group.arena.epoch(0) == 1
         assert group.supervisor.failed_starts == 0
