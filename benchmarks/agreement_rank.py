@@ -27,9 +27,10 @@ def main() -> None:
     arena = Arena.attach(args.arena)
     settings = Settings(**arena.config["settings"])
     device = torch.device("cuda" if settings.device == "cuda" else "cpu")
-    ranks = join(arena.status(0, 0), args.rank, settings.tensor_parallel, device)
+    bells = [Doorbell(fd) for fd in args.bells]
+    ranks = join(arena.status(0, 0), bells, args.rank, settings.tensor_parallel, device)
     assert isinstance(ranks, RankGroup)
-    agreements = _agreements(arena, ranks, [Doorbell(fd) for fd in args.bells])
+    agreements = _agreements(arena, ranks, bells)
     arena.status(0, args.rank).set_ready(1)
     number = torch.zeros(1, device=device)
     took: dict[str, list[float]] = defaultdict(list)
@@ -62,7 +63,7 @@ def _steps(agreement: Agreement | None, ranks: RankGroup, number: torch.Tensor) 
 def _agreements(arena: Arena, ranks: RankGroup, bells: list[Doorbell]) -> dict[str, Agreement]:
     ring, decisions, rank = arena.ring(0), arena.decisions(0), ranks.rank
     if rank:
-        following = FollowingAgreement(ring, bells[rank], decisions, rank)
+        following = FollowingAgreement(ring, bells, decisions, rank)
         return {"arena": following, "broadcast": BroadcastFollower(following, ranks)}
     leading = LeadingAgreement(Outlook(ring), bells, decisions, patience=60)
     return {"arena": leading, "broadcast": BroadcastLeader(leading, ranks)}

@@ -18,6 +18,7 @@ from backend_lib.arena.layout import LINE, RECORD_BYTES
 _PAYLOAD = struct.Struct("<IIQQ")  # command, slot, generation, argument
 _CRC_AT = RECORD_BYTES - 8
 _SEQUENCE_BYTES = 8
+LEAD_SHARE = 4  # one of so many parts of a ring holds what rank 0 has applied and another rank has not
 
 
 class CommandKind(IntEnum):
@@ -66,6 +67,13 @@ class CommandRing:
     def cursors(self) -> tuple[int, ...]:
         """Each rank's."""
         return tuple(self._words[word] for word in self._cursors)
+
+    @property
+    def room_to_lead(self) -> int:
+        """How many more records rank 0 may apply. Others may be behind it by a quarter of all: so there is as much room
+        for what rank 0 has not applied as if it were alone, however late another rank is."""
+        own, *others = self.cursors
+        return self._num_records // LEAD_SHARE - (own - min(others)) if others else self._num_records
 
     def passed_by_all(self, sequence: int) -> bool:
         return min(self.cursors) >= sequence

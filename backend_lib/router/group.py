@@ -6,7 +6,7 @@ import heapq
 import threading
 from collections.abc import Callable, Hashable
 
-from backend_lib.arena import Arena, CommandKind, Doorbell, Published
+from backend_lib.arena import LEAD_SHARE, Arena, CommandKind, Doorbell, Published
 from backend_lib.router.stream import Stream
 from backend_lib.router.trial import Trial, is_suspect
 
@@ -19,8 +19,8 @@ _UNREAD = 3
 
 
 def ring_records(max_running: int) -> int:
-    """Records with which the ring of a worker that lives is never full."""
-    return _UNREAD * (max_running + LOOKAHEAD)
+    """Records with which the ring of workers that live is never full, however far other ranks are behind rank 0."""
+    return _UNREAD * (max_running + LOOKAHEAD) * LEAD_SHARE // (LEAD_SHARE - 1)
 
 
 class Group:

@@ -93,7 +93,8 @@ class Supervisor:
 
     def _watch_loading(self, workers: Workers) -> End | None:
         """None when all are ready."""
-        watch = HangWatch(lambda: workers.activity, lambda: True, limit=self._hang_seconds)
+        limit = self._hang_seconds
+        watch = HangWatch(lambda: workers.activity(limit), lambda: True, limit=limit)
         if end := self._watch(workers, watch, until_ready=True):
             self.failed_starts += not end.from_outside
             return end

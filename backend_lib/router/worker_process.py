@@ -59,12 +59,12 @@ class WorkerProcess:
         self._process.wait()
         os.close(self.pidfd)
 
-    @property
-    def activity(self) -> Hashable:
-        """Changes while it computes or reads: clock ticks and bytes read so far."""
+    def activity(self, ticks: int) -> Hashable:
+        """Changes while it reads, and as often as it has computed for so many clock ticks."""
         try:
-            ticks = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
-            return (*ticks, Path(f"/proc/{self.pid}/io").read_text().partition("\n")[0])
+            user, system = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+            read = Path(f"/proc/{self.pid}/io").read_text().partition("\n")[0]
+            return (int(user) + int(system)) // ticks, read
         except OSError:
             return None  # it has just ended
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import select
 import time
 from collections.abc import Hashable, Sequence
@@ -16,6 +17,9 @@ from backend_lib.router.worker_process import WorkerProcess
 # Seconds for the other ranks to end by themselves. A rank's sockets close before it can be waited for, so one that has
 # merely lost its group may be seen to end before the one that is the cause.
 GRACE = 0.2
+# Of a core: a rank that takes less may do nothing but wait, which collectives do with a look a hundred times a second.
+IDLE = 0.01
+_TICKS = os.sysconf("SC_CLK_TCK")  # a second
 
 
 class End(NamedTuple):
@@ -47,10 +51,11 @@ class Workers:
     def are_ready(self) -> bool:
         return all(status.state is WorkerState.READY for status in self.statuses)
 
-    @property
-    def activity(self) -> Hashable:
-        """Changes while any of them computes or reads."""
-        return tuple(process.activity for process in self._processes)
+    def activity(self, seconds: float) -> Hashable:
+        """Changes within so many seconds while any of them reads, or computes for more than one does that merely waits
+        for another."""
+        ticks = max(1, int(seconds * IDLE * _TICKS))
+        return tuple(process.activity(ticks) for process in self._processes)
 
     @property
     def predicted_step(self) -> float:

@@ -30,7 +30,7 @@ def main() -> None:
     if arena.epoch(args.group) != args.epoch:
         sys.exit(f"the group is at epoch {arena.epoch(args.group)}; this worker was started for {args.epoch}")
     status.set_loading()
-    crash_points.arm(os.environ, args.epoch)
+    crash_points.arm(os.environ, args.epoch, args.rank)
     crash_points.reach("loading")
     try:
         _serve(arena, status, args)

@@ -59,10 +59,12 @@ class Outlook:
         self._found = found
 
     def look(self) -> StepDecision:
-        """All commands that have not been applied, and as many events as a decision holds."""
+        """All commands that have not been applied, unless another rank is too far behind, and as many events as a
+        decision holds. A rank that has applied commands rings rank 0's bell."""
         self.events.extend(self._found())
         count = min(len(self.events), MAX_EVENTS)
-        return StepDecision(self.ring.read(0), [self.events.popleft() for _ in range(count)])
+        commands = self.ring.read(0)[: self.ring.room_to_lead]
+        return StepDecision(commands, [self.events.popleft() for _ in range(count)])
 
     def decided(self, step: int, decision: StepDecision) -> Decision:
         through = decision.commands[-1].sequence if decision.commands else self.ring.cursor(0)
@@ -109,6 +111,7 @@ class LeadingAgreement(SoloAgreement):
         decision = super().receive(block=block)
         self._step += 1
         self._decisions.publish(self.outlook.decided(self._step, decision), timeout=self._patience)
+        reach("decided")
         for bell in self._others:
             bell.ring()
         return decision
@@ -117,9 +120,10 @@ class LeadingAgreement(SoloAgreement):
 class FollowingAgreement:
     """Another rank: it waits for each of rank 0's decisions."""
 
-    def __init__(self, ring: CommandRing, bell: Doorbell, decisions: DecisionRing, rank: int) -> None:
+    def __init__(self, ring: CommandRing, bells: list[Doorbell], decisions: DecisionRing, rank: int) -> None:
+        """`bells`: of all ranks."""
         self._ring = ring
-        self._bell = bell
+        self._leader, self._bell = bells[0], bells[rank]
         self._decisions = decisions
         self._rank = rank
 
@@ -137,6 +141,8 @@ class FollowingAgreement:
 
     def applied(self, decision: StepDecision) -> None:
         move_cursor(self._ring, self._rank, decision)
+        if decision.commands:
+            self._leader.ring()
 
     def announce(self, *, busy: bool) -> None: ...
 

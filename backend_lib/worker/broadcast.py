@@ -15,6 +15,7 @@ import numpy as np
 from backend_lib.arena import Decision, Event
 from backend_lib.arena.layout import DECISION_BYTES
 from backend_lib.worker.agreement import FollowingAgreement, LeadingAgreement, StepDecision
+from backend_lib.worker.crash_points import reach
 
 Wait = Callable[[], np.ndarray]
 
@@ -67,6 +68,7 @@ class BroadcastLeader(_OneAhead):
         decision = self._arena.outlook.look()
         packed = self._arena.outlook.decided(step, decision).pack()
         wait = self._channel.start_broadcast(np.frombuffer(packed, dtype=np.int64).copy())
+        reach("decided")
 
         def arrived() -> StepDecision:
             wait()

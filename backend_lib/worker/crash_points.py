@@ -9,9 +9,11 @@ from collections.abc import Mapping
 # In the order of a worker's life and of a pass of its loop.
 POINTS = (
     "loading",
+    "joined",  # has met the other ranks; of several only
     "loaded",  # but not yet READY
     "ready",
     "commands read",
+    "decided",  # and the others can know, but have not been woken; of rank 0 of several
     "commands applied",  # but the cursor stands before them
     "cursor moved",
     "paused",  # a sequence is taken out of the plan
@@ -28,14 +30,14 @@ POINTS = (
 _armed: dict[str, int] = {}  # times that a point is still to be passed
 
 
-def arm(environment: Mapping[str, str], epoch: int) -> None:
-    """Read TANDEM_CRASH_POINTS, `epoch:point:times` joined by commas: the group's worker of that epoch is killed when
-    it comes to the point for the n-th time.
+def arm(environment: Mapping[str, str], epoch: int, rank: int) -> None:
+    """Read TANDEM_CRASH_POINTS, `epoch:point:times` joined by commas: the group's workers of that epoch are killed when
+    they come to the point for the n-th time. With `epoch.rank` that one is.
     """
     for entry in filter(None, environment.get("TANDEM_CRASH_POINTS", "").split(",")):
         at, point, times = entry.split(":")
         assert point in POINTS, point
-        if int(at) == epoch:
+        if at in (str(epoch), f"{epoch}.{rank}"):
             _armed[point] = int(times)
 
 

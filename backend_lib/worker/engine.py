@@ -47,7 +47,7 @@ def build_engine(arena: Arena, group: int, rank: int, *, bells: list[Doorbell], 
         settings,
         config["max_model_len"],
         kv_tokens=arena.status(group, rank).kv_tokens or settings.kv_tokens,
-        join=partial(join, arena.status(group, 0), rank, settings.tensor_parallel),
+        join=partial(join, arena.status(group, 0), bells, rank, settings.tensor_parallel),
     )
     scheduler = Scheduler(
         kv_tokens=machine.kv_tokens, max_running=settings.max_running, max_model_len=config["max_model_len"],
@@ -80,7 +80,7 @@ def _agreement(
     ring, decisions, rank = arena.ring(group), arena.decisions(group), ranks.rank
     by_broadcast = settings.agreement == "broadcast"
     if rank:
-        following = FollowingAgreement(ring, bells[rank], decisions, rank)
+        following = FollowingAgreement(ring, bells, decisions, rank)
         return BroadcastFollower(following, ranks) if by_broadcast else following
     outlook = Outlook(ring, preparation.done)
     if not isinstance(ranks, RankGroup):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -17,15 +16,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from backend_lib.arena import StatusBlock
+from backend_lib.arena import Doorbell, StatusBlock
 from backend_lib.models.parallel import Alone
+from backend_lib.worker.crash_points import reach
 from backend_lib.worker.ordered_sum import ordered_all_reduce
 
 _HOST = "127.0.0.1"
 # Without a word from us these libraries look for a network, and find the wrong one or none; and what the environment
 # says is meant for ranks on several machines.
 _LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "GLOO_DEVICE_TRANSPORT": "TCP", "NCCL_SOCKET_IFNAME": "lo"}
-_POLL = 0.005  # seconds between two looks at whether rank 0 listens
 # Ranks load at their own pace, and one that hangs is the router's to end.
 _FOREVER = timedelta(days=30)
 
@@ -54,6 +53,7 @@ class RankGroup:
 
     def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device) -> None:
         self.rank, self.size = rank, size
+        self._store = store
         self._device = device
         is_gpu = device.type == "cuda"
         # Two numbers have one sum, whichever is first. On a GPU products depend on what else is in a step anyway.
@@ -82,11 +82,11 @@ class RankGroup:
             dist.broadcast(x, src=0)
 
     def minimum(self, number: int) -> int:
-        """Of every rank's number."""
-        least = torch.tensor([number], device=self._device)
+        """Of every rank's number, asked for once. It waits in the store, where a device would be kept busy: another
+        rank may load for long."""
         with _lost(self.rank):
-            dist.all_reduce(least, op=dist.ReduceOp.MIN)
-            return int(least.item())
+            self._store.set(f"number of {self.rank}", str(number))
+            return min(int(self._store.get(f"number of {rank}")) for rank in range(self.size))
 
     def start_broadcast(self, words: np.ndarray) -> Callable[[], np.ndarray]:
         """A `Channel` (see `backend_lib.worker.broadcast`)."""
@@ -102,29 +102,36 @@ class RankGroup:
         return words
 
 
-def join(status: StatusBlock, rank: int, size: int, device: torch.device) -> RankGroup | Solo:
-    """Meet the other ranks. Rank 0 listens on a free port of the loopback and says which in `status`, its own block."""
+def join(status: StatusBlock, bells: list[Doorbell], rank: int, size: int, device: torch.device) -> RankGroup | Solo:
+    """Meet the other ranks. Rank 0 listens on a free port of the loopback, says which in `status`, its own block, and
+    rings the others' bells. Who waits uses no processor time: that would look as if something went on."""
     if size == 1:
         return SOLO
     os.environ.update(_LOOPBACK)
-    return RankGroup(_listen(status, size) if rank == 0 else _find(status, size), rank, size, device)
+    store = _listen(status, bells[1:]) if rank == 0 else _find(status, bells[rank], size)
+    ranks = RankGroup(store, rank, size, device)
+    reach("joined")
+    return ranks
 
 
-def _listen(status: StatusBlock, size: int) -> dist.Store:
+def _listen(status: StatusBlock, others: list[Doorbell]) -> dist.Store:
     """The socket is ours, because torch's own would be open to the network."""
+    size = 1 + len(others)
     listener = socket.create_server((_HOST, 0), backlog=size)
     port = listener.getsockname()[1]
     store = dist.TCPStore(
         _HOST, port, size, is_master=True, wait_for_workers=False, timeout=_FOREVER, master_listen_fd=listener.detach()
     )
     status.set_port(port)
+    for bell in others:
+        bell.ring()
     return store
 
 
-def _find(status: StatusBlock, size: int) -> dist.Store:
+def _find(status: StatusBlock, bell: Doorbell, size: int) -> dist.Store:
     """Rank 0 may be slower; should it end, the router ends this rank too."""
     while not status.port:
-        time.sleep(_POLL)
+        bell.wait()
     return dist.TCPStore(_HOST, status.port, size, is_master=False, timeout=_FOREVER)
 
 

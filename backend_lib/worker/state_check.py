@@ -70,11 +70,11 @@ def state_of(scheduler: Scheduler, token_ids: list[int], before: State) -> State
     everyone = [*scheduler.running, *scheduler.waiting, *scheduler.paused]
     kv, cache = scheduler.memory.kv, scheduler.memory.cache
     held = [kv.table[each.row, : each.num_computed] for each in scheduler.running]
+    rows = [(each.slot, each.generation, each.row) for each in everyone]
+    lengths = [(each.num_computed, each.num_planned, each.output_len, each.finish) for each in everyone]
     return State(
-        rows=_digest(before.rows, [(one.slot, one.generation, one.row) for one in everyone], len(scheduler.running)),
-        lengths=_digest(
-            before.lengths, [(each.num_computed, each.num_planned, each.output_len, each.finish) for each in everyone]
-        ),
+        rows=_digest(before.rows, [rows], len(scheduler.running)),
+        lengths=_digest(before.lengths, [lengths]),
         kv=_digest(before.kv, [kv.free, *held], cache.num_locked, cache.num_evictable),
         ids=_digest(before.ids, [token_ids]),
     )

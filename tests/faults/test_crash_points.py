@@ -14,6 +14,9 @@ from tests.support.checkpoints import make_hash_checkpoint
 from tests.support.engine import EOS, VOCAB, Ask, assert_level, random_prompt, running_router, wait_until
 
 # Eight run, and seldom all of their outputs fit: some are paused. Prompts take several chunks.
+BEFORE = POINTS[: POINTS.index("commands read")]  # the first request
+OF_SEVERAL = ("joined", "decided")
+OF_RANK_0 = ("commands read", "decided", "half published", "published", "listed")
 SETTINGS = {"max_running": 8, "kv_tokens": 700, "prefill_chunk": 32}
 IN_FLIGHT = 16
 
@@ -58,28 +61,42 @@ def sweep(router: Router, asks: Iterator[Ask], deaths: int) -> int:
     return answers + len(in_flight)
 
 
-def lives(times: int) -> list[tuple[str, int]]:
+def lives(times: int, points: tuple[str, ...]) -> list[tuple[str, int]]:
     """The point at which each worker ends, and how often it passes there. The first worker must come up.
 
     Where the first passing ends it, every other life is one that publishes tokens: else a request would be in three
     deaths without a token, and be failed for it.
     """
-    start = POINTS.index("commands read")
+    start = points.index(next(point for point in points if point not in BEFORE))
     found = []
-    for point in POINTS[start:] + POINTS[:start]:
+    for point in points[start:] + points[:start]:
         if times == 1:
-            found.append(("published", 40))
-        found.append((point, 1 if point in POINTS[:start] else times))
+            found.append(("sampled", 40))
+        found.append((point, 1 if point in BEFORE else times))
     return found
 
 
 @pytest.mark.parametrize("overlap", ["off", pytest.param("on", marks=pytest.mark.long)])
 @pytest.mark.parametrize("times", [7, pytest.param(1, marks=pytest.mark.long)])
 def test_a_death_at_any_point_changes_no_answer(folder, monkeypatch, overlap: str, times: int) -> None:
-    plan = lives(times)
+    plan = lives(times, tuple(point for point in POINTS if point not in OF_SEVERAL))
     deaths = [f"{epoch}:{point}:{passings}" for epoch, (point, passings) in enumerate(plan)]
     monkeypatch.setenv("TANDEM_CRASH_POINTS", ",".join(deaths))
     with running_router(folder, overlap=overlap, **SETTINGS) as router:
         answers = sweep(router, mixed_asks(random.Random(times)), deaths=len(plan))
         assert answers > IN_FLIGHT and router._arena.epoch(0) == len(plan)
+        assert_level(router)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("agreement", "overlap"), [("arena", "off"), ("broadcast", "on")])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_death_of_one_rank_at_any_point_changes_no_answer(folder, monkeypatch, rank, agreement, overlap) -> None:
+    plan = lives(7, POINTS if rank == 0 else tuple(point for point in POINTS if point not in OF_RANK_0))
+    deaths = [f"{epoch}.{rank}:{point}:{passings}" for epoch, (point, passings) in enumerate(plan)]
+    monkeypatch.setenv("TANDEM_CRASH_POINTS", ",".join(deaths))
+    several = {"tensor_parallel": 2, "agreement": agreement, "overlap": overlap, "debug": "on"}
+    with running_router(folder, **several, **SETTINGS) as router:
+        sweep(router, mixed_asks(random.Random(rank)), deaths=len(plan))
+        assert router._arena.epoch(0) == len(plan)
         assert_level(router)

@@ -83,6 +83,7 @@ def test_a_worker_that_cannot_be_loaded_fails_the_load_of_all(tmp_path) -> None:
     assert worker_pids() == before
 
 
+@pytest.mark.long
 def test_a_group_that_hangs_is_replaced_and_the_other_goes_on(folder, caplog) -> None:
     rng = random.Random(2)
     with running_router(folder, hang_seconds=1, **SETTINGS) as router:

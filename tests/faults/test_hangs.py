@@ -9,8 +9,19 @@ import time
 
 import pytest
 
+from backend_lib.router.reply import ErrorKind
 from tests.support.checkpoints import make_hash_checkpoint
-from tests.support.engine import EOS, VOCAB, Ask, assert_level, random_prompt, running_router, wait_until, worker_pid
+from tests.support.engine import (
+    EOS,
+    VOCAB,
+    Ask,
+    assert_level,
+    pids_of,
+    random_prompt,
+    running_router,
+    wait_until,
+    worker_pid,
+)
 
 SETTINGS = {"max_running": 4, "kv_tokens": 4000, "hang_seconds": 1}
 
@@ -86,4 +97,21 @@ def test_a_worker_that_was_stopped_for_less_is_left_alone(folder) -> None:
         for ask in asks:
             ask.check()
         assert router._arena.epoch(0) == 0 and worker_pid(router) == pid
+        assert_level(router)
+
+
+@pytest.mark.long
+def test_requests_that_take_no_step_are_answered_though_a_rank_does_not_read_commands(folder) -> None:
+    """Rank 0 refuses each grammar by itself, and the router has another to post: the ring must not fill up for the
+    other rank, which is stopped for longer than the router would wait."""
+    asks = [Ask([5, 6, number % 60], {"guided_grammar": f"root ::= missing{number % 3}"}) for number in range(120)]
+    with running_router(folder, **SETTINGS | {"hang_seconds": 60, "tensor_parallel": 2}) as router:
+        (stopped,) = pids_of(router, "--rank=1")
+        os.kill(stopped, signal.SIGSTOP)
+        for ask in asks:
+            router.submit(ask.inbound())
+        time.sleep(8)
+        os.kill(stopped, signal.SIGCONT)
+        assert {ask.sender.wait(30).error[0] for ask in asks} == {ErrorKind.INVALID_ARG}
+        assert router._arena.epoch(0) == 0
         assert_level(router)

@@ -9,6 +9,8 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from backend_lib.arena import CommandKind, SlotRef, logprob_row
 from backend_lib.request import FinishReason
 from tests.support.checkpoints import hash_text
@@ -33,12 +35,13 @@ class Ask:
 
 
 class Answer(NamedTuple):
-    """`records`: log-probabilities of output and prompt, as bytes."""
+    """`records`: log-probabilities of output and prompt, but for the ids of tokens beside the chosen ones: most of the
+    hash model's logits are equal, and which of equals stand there depends on what else is in the step."""
 
     ids: list[int]
     finish: FinishReason
     error: bytes
-    records: tuple[bytes, bytes]
+    records: list[tuple]
 
     def begins(self, whole: Answer) -> bool:
         """Whether this is that, cut off by an abort."""
@@ -132,11 +135,15 @@ class _Play:
         assert published
         told, of_prompt = slots.logprobs(ref.slot), slots.prompt_logprobs(ref.slot)
         count = published.output_len
-        records = (
-            b"" if told is None else told[:count].tobytes(),
-            b"" if of_prompt is None or not count else of_prompt[1:].tobytes(),
-        )
+        records = [*_compared(told, range(count)), *_compared(of_prompt, range(1, MAX_LEN) if count else range(0))]
         return Answer(self.group.output(ref), published.finish, bytes(slots.headers["error"][ref.slot]), records)
+
+
+def _compared(records: np.ndarray | None, places: range) -> list[tuple]:
+    if records is None:
+        return []
+    chosen = records[places.start : places.stop]
+    return [(int(each["rank"]), int(each["token_ids"][0]), *each["logprobs"].tolist()) for each in chosen]
 
 
 def _fields(rng: random.Random, max_tokens: int) -> dict[str, Any]:

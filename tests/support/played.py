@@ -46,13 +46,18 @@ class PlayedGroup:
     def start(self, timeout: float = 60, modules: Mapping[int, str] = MappingProxyType({})) -> None:
         """`modules`: ranks that run another module than a worker's."""
         names = [modules.get(rank, "backend_lib.worker") for rank in range(self.num_ranks)]
-        self.processes = [self._process(rank, name) for rank, name in enumerate(names)]
+        for rank, name in enumerate(names):
+            self.start_one(rank, name)
         self.psutil_processes = [psutil.Process(process.pid) for process in self.processes]
         deadline = time.monotonic() + timeout
         while any(self.arena.status(0, rank).state is not WorkerState.READY for rank in range(self.num_ranks)):
             self.assert_alive()
             assert time.monotonic() < deadline, "the ranks are not ready in time"
             time.sleep(0.01)
+
+    def start_one(self, rank: int, module: str = "backend_lib.worker") -> subprocess.Popen:
+        self.processes.append(self._process(rank, module))
+        return self.processes[-1]
 
     def assert_alive(self) -> None:
         errors = [self.arena.status(0, rank).error for rank in range(self.num_ranks)]

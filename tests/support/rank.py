@@ -45,6 +45,10 @@ def main() -> None:
             _wait(lambda rank=int(value): arena.status(args.group, rank).state is WorkerState.FAILED)
         elif verb == "compute":
             _compute(float(value))
+        elif verb == "trickle":
+            while True:  # that share of a core
+                time.sleep(0.5)
+                _compute(0.5 * float(value))
         else:
             raise ValueError(order)
     signal.pause()
@@ -56,8 +60,8 @@ def _wait(condition: Callable[[], bool]) -> None:
 
 
 def _compute(seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
+    deadline = time.thread_time() + seconds
+    while time.thread_time() < deadline:
         sum(range(1000))
 
 

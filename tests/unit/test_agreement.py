@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from backend_lib.arena import MAX_EVENTS, Arena, CommandKind, Doorbell, Event
+from backend_lib.arena import LEAD_SHARE, MAX_EVENTS, Arena, CommandKind, Doorbell, Event
 from backend_lib.request import FinishReason
 from backend_lib.worker.agreement import (
     Agreement,
@@ -26,7 +26,7 @@ from tests.support.arena import close, new_arena
 
 @pytest.fixture
 def arena() -> Iterator[Arena]:
-    arena = new_arena(num_groups=1, num_ranks=2)
+    arena = new_arena(num_groups=1, num_ranks=2, ring_records=16)
     yield arena
     close(arena)
 
@@ -59,7 +59,7 @@ class Pair:
         self.found: list[Event] = []
         outlook = Outlook(arena.ring(0), self._take_found)
         self.leader: Agreement = LeadingAgreement(outlook, self.bells, arena.decisions(0), patience=1)
-        self.follower: Agreement = FollowingAgreement(arena.ring(0), self.bells[1], arena.decisions(0), 1)
+        self.follower: Agreement = FollowingAgreement(arena.ring(0), self.bells, arena.decisions(0), 1)
         if means == "broadcast":
             wire = Wire()
             self.leader = BroadcastLeader(self.leader, End(wire.sending))
@@ -167,6 +167,35 @@ def test_an_idle_group_is_woken_by_a_command(pair):
     for thread in threads:
         thread.join(5)
     assert slots(got["leader"]) == slots(got["follower"]) == [2]
+
+
+def test_rank_0_leaves_commands_in_the_ring_while_another_rank_is_far_behind(pair):
+    """Whoever gives up a sequence that it has computed gets another: a ring would fill up for the last of the ranks."""
+    lead = 16 // LEAD_SHARE
+    taken: list[int] = []
+    for number in range(3 * lead):
+        pair.post(number)
+        decision = pair.leader.receive(block=False)
+        pair.leader.applied(decision)
+        pair.leader.announce(busy=True)
+        taken += slots(decision)
+    assert taken == list(range(lead))
+
+
+def test_rank_0_that_waits_for_another_rank_goes_on_when_that_has_caught_up(arena):
+    pair, lead = Pair(arena, "arena"), 16 // LEAD_SHARE
+    for number in range(lead + 1):
+        pair.post(number)
+    own = pair.leader.receive(block=True)
+    pair.leader.applied(own)
+    got: list[StepDecision] = []
+    thread = threading.Thread(target=lambda: got.append(pair.leader.receive(block=True)), daemon=True)
+    thread.start()
+    thread.join(0.2)
+    assert slots(own) == list(range(lead)) and not got
+    pair.follower.applied(pair.follower.receive(block=True))
+    thread.join(5)
+    assert slots(got[0]) == [lead]
 
 
 def test_a_group_of_one_waits_only_when_told_to(arena):
