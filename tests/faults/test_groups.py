@@ -32,7 +32,7 @@ SETTINGS = {"data_parallel": 2, "max_running": 4, "kv_tokens": 6000, "prefill_ch
 
 @pytest.fixture
 def folder(tmp_path):
-    return make_hash_checkpoint(tmp_path / "hash", vocab_size=VOCAB, eos_token_id=EOS, max_position=1024)
+    return make_hash_checkpoint(tmp_path / "hash", vocab_size=VOCAB, eos_token_id=EOS, max_position=4096)
 
 
 def streams(rng: random.Random, count: int, **fields) -> list[Ask]:
@@ -47,7 +47,8 @@ def test_what_a_group_had_goes_on_elsewhere_when_its_workers_cannot_start(folder
     monkeypatch.setattr(supervisor, "BACK_OFF", (0.0, 0.2))
     monkeypatch.setattr(router_module, "MAX_FAILED_STARTS", 2)
     rng = random.Random(1)
-    asks, named = streams(rng, 16), streams(rng, 2, dp_rank=0)
+    # Long ones, which have not ended before the worker does, however late the other group begins.
+    asks, named = streams(rng, 16), streams(rng, 2, dp_rank=0, max_tokens=2400)
     with running_router(folder, **SETTINGS) as router:
         for ask in [*named, *asks]:
             router.submit(ask.inbound())
