@@ -225,7 +225,7 @@ def test_sigterm_answers_open_grpc_streams_and_leaves_nothing(hash_checkpoint):
         stream.next()
         server.process.terminate()
         assert stream.rest()[-1].error == UNLOADING
-        stream.finish()
+        stream.close()
         assert not wait_ended([psutil.Process(server.pid)], 20)
         assert server.process.exit_code() == 0
 

@@ -68,7 +68,7 @@ def live_once(server: RunningServer) -> Footprint:
     return footprint(server)
 
 
-@pytest.mark.parametrize("rounds", [10, pytest.param(50, marks=pytest.mark.long)])
+@pytest.mark.parametrize("rounds", [7, pytest.param(50, marks=pytest.mark.long)])
 def test_loading_and_unloading_leaves_nothing_behind(explicit, rounds):
     prints = [live_once(explicit) for _ in range(rounds)]
     first, last = prints[WARM_UP - 1], prints[-1]

@@ -26,7 +26,7 @@ def test_two_ranks_are_one_model(hash_checkpoint: Path) -> None:
             text = stream.next().text
             os.kill(max(server.worker_pids), signal.SIGKILL)
             text += "".join(each.text for each in stream.rest())
-            stream.finish()
+            stream.close()
         assert text == answer(600)
         workers = [psutil.Process(pid) for pid in server.worker_pids]
         assert len(workers) == 2

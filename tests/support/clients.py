@@ -9,7 +9,6 @@ import queue
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -125,7 +124,8 @@ class GrpcStream:
         self._model = model
         self._responses: queue.Queue[Response] = queue.Queue()
         self._client = grpcclient.InferenceServerClient(url)
-        self._client.start_stream(partial(_receive, self._responses))
+        self._num_sent, self._num_answered = 0, 0
+        self._client.start_stream(self._receive)
 
     def send(
         self,
@@ -140,6 +140,7 @@ class GrpcStream:
     ) -> None:
         """Send a request. `tensors` are inputs by name; a scalar becomes a tensor of shape [1]."""
         values = tensors if text is None else {"text_input": text} | tensors
+        self._num_sent += 1
         self._client.async_stream_infer(
             self._model,
             [make_input(name, value) for name, value in values.items()],
@@ -185,17 +186,20 @@ class GrpcStream:
     def cancel(self) -> None:
         self._client.stop_stream(cancel_requests=True)
 
-    def finish(self) -> None:
-        """Close a stream on which all has been answered, as a polite client does: it sends no more, and waits for the
-        server to say that it is over. A cancellation in the moment of the last response leaves the model UNLOADING in
-        some releases of Triton."""
-        self._client.stop_stream()
+    def close(self) -> None:
+        """Cancel what still runs: waiting for it could take for ever.
+
+        Where all has been answered the stream is ended as a polite client does it. A cancellation in the moment of the
+        last response leaves the model UNLOADING for ever in some releases of Triton.
+        """
+        self._client.stop_stream(cancel_requests=self._num_answered < self._num_sent)
         self._client.close()
 
-    def close(self) -> None:
-        """Cancel what still runs: waiting for it could take for ever."""
-        self.cancel()
-        self._client.close()
+    def _receive(self, result: Any, error: Any) -> None:
+        """For tritonclient's thread."""
+        response = Response({}, error=str(error)) if error is not None else read_result(result)
+        self._num_answered += bool(response.final or response.error)
+        self._responses.put(response)
 
 
 @contextlib.contextmanager
@@ -205,13 +209,6 @@ def grpc_stream(url: str, model: str = "llm") -> Iterator[GrpcStream]:
         yield stream
     finally:
         stream.close()
-
-
-def _receive(responses: queue.Queue[Response], result: Any, error: Any) -> None:
-    if error is not None:
-        responses.put(Response({}, error=str(error)))
-    else:
-        responses.put(read_result(result))
 
 
 def read_result(result: grpcclient.InferResult) -> Response:
