@@ -36,8 +36,6 @@ class LostGroup(RuntimeError):
 class Solo(Alone):
     """A group of one."""
 
-    def broadcast(self, x: torch.Tensor) -> None: ...
-
     def minimum(self, number: int) -> int:
         return number
 

@@ -42,12 +42,7 @@ PHI4 = {"hidden_size": 192, "rope_parameters": PHI4_ROPE}  # transformers counts
 WITH_EXPERTS = [variant for variant in VARIANTS if "moe" in variant or variant == "mixtral"]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def make(path: Path, variant: str, **overrides) -> Path:

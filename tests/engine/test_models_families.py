@@ -22,13 +22,7 @@ NUM_TOKENS = 64
 NEAR_TIE = 1e-3  # float32 sums in another order may choose the other of two tokens that are closer than this
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Threads gain nothing at this size, and collapse when another process wants the cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def sequences(*lengths: int) -> list[list[int]]:

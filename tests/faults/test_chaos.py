@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 from tests.support.chaos import KINDS, MixedLoad
 from tests.support.checkpoints import make_hash_checkpoint
@@ -27,6 +26,8 @@ SETTINGS = {
 SEED = 3
 ENDLESS = {"max_tokens": CONTEXT - 10, "ignore_eos": True, "temperature": 0}
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 @pytest.fixture
 def server(tmp_path) -> Iterator[RunningServer]:
@@ -34,15 +35,6 @@ def server(tmp_path) -> Iterator[RunningServer]:
     with running_server(model=folder, settings=SETTINGS, extra_flags=["--exit-timeout-secs=3"]) as running:
         yield running
         print(*(line for line in running.log.splitlines() if "worker" in line), sep="\n")  # shown beside a failure
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """What is expected of a draw is worked out with torch, beside a server that wants the cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def load(server: RunningServer, seed: int, seconds: float) -> MixedLoad:
